@@ -14,7 +14,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """Strict: unknown keys are refused, values are not coerced from strings, and a built section is immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Run(Section):
@@ -27,20 +27,28 @@ class Run(Section):
     log_every: Positive = Field(10, description="optimizer steps between log lines")
     save_every: Positive = Field(1000, description="optimizer steps between checkpoints")
     keep: Positive = Field(3, description="checkpoints kept")
-    profile_interval: NonNegative = Field(60, description="seconds between profile lines that say which side waits; 0: off")
+    profile_interval: NonNegative = Field(
+        60, description="seconds between profile lines that say which side waits; 0: off"
+    )
     max_skipped_steps: NonNegative = Field(5, description="non-finite steps in a row before the run stops")
 
 
 class Data(Section):
     path: str = Field("data/tokenized", min_length=1, description="folder made by `prepare`")
-    token_budget: Positive = Field(49152, description="tokens of one target batch (padded) and of one drafter micro-batch")
+    token_budget: Positive = Field(
+        49152, description="tokens of one target batch (padded) and of one drafter micro-batch"
+    )
     max_seq_len: Positive = Field(8192, description="longest row used; longer ones are truncated when prepared")
     max_batch_size: Positive = Field(64, description="sequences in one target batch")
 
 
 class Layout(Section):
-    target_gpus: Annotated[list[NonNegative], Field(min_length=1)] = Field([0, 1, 2, 3, 4], description="local ranks that hold the target")
-    drafter_gpus: Annotated[list[NonNegative], Field(min_length=1)] = Field([5, 6, 7], description="local ranks that train the drafter")
+    target_gpus: Annotated[list[NonNegative], Field(min_length=1)] = Field(
+        [0, 1, 2, 3, 4], description="local ranks that hold the target"
+    )
+    drafter_gpus: Annotated[list[NonNegative], Field(min_length=1)] = Field(
+        [5, 6, 7], description="local ranks that train the drafter"
+    )
     target_tp: Positive = Field(5, description="tensor-parallel degree of one target replica; divides the target GPUs")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there are GPUs")
 
@@ -49,7 +57,9 @@ class Target(Section):
     path: str = Field("Qwen/Qwen3.6-27B", min_length=1, description="folder, or hub id in the local cache")
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the target and of the taps")
-    target_layer_ids: list[NonNegative] | None = Field(None, description="taps: 0-based decoder layers; null: five, evenly spaced")
+    target_layer_ids: list[NonNegative] | None = Field(
+        None, description="taps: 0-based decoder layers; null: five, evenly spaced"
+    )
     trust_remote_code: bool = Field(False, description="run code that a model folder brings along")
 
 
@@ -66,8 +76,12 @@ class Drafter(Section):
     num_layers: Positive = Field(5, description="decoder layers of the drafter")
     block_size: Annotated[int, Field(ge=2)] = Field(32, description="tokens of a block, anchor included")
     max_anchors: Positive = Field(1024, description="blocks in one micro-batch")
-    mask_token_id: NonNegative | None = Field(None, description="id that fills the unknown slots; null: the tokenizer's mask token")
-    sliding_window: Positive | None = Field(None, description="context window of all layers but the last; null: full attention")
+    mask_token_id: NonNegative | None = Field(
+        None, description="id that fills the unknown slots; null: the tokenizer's mask token"
+    )
+    sliding_window: Positive | None = Field(
+        None, description="context window of all layers but the last; null: full attention"
+    )
     init_from: str | None = Field(None, description="drafter folder to start from")
     num_attention_heads: Positive | None = Field(None, description="null: hidden_size / head_dim of the target's shape")
     num_key_value_heads: Positive | None = Field(None, description="null: derived from the target")
@@ -83,19 +97,27 @@ class Noise(Section):
 
 
 class Objective(Section):
-    loss: Literal["dflash", "dpace"] = Field("dflash", description="dflash: decay by position; dpace: decay by confidence")
+    loss: Literal["dflash", "dpace"] = Field(
+        "dflash", description="dflash: decay by position; dpace: decay by confidence"
+    )
     soft_labels: bool = Field(True, description="learn the target's distribution instead of the data token")
     soft_weight: Fraction = Field(1.0, description="with soft_labels: share of the KL term, the rest is cross-entropy")
     temperature: Annotated[float, Field(gt=0.0)] = Field(1.0, description="temperature of the soft labels")
-    gamma: Annotated[float, Field(gt=0.0)] | None = Field(None, description="decay length in tokens; null: 4, 5, 7 for blocks up to 8, 10, more")
+    gamma: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="decay length in tokens; null: 4, 5, 7 for blocks up to 8, 10, more"
+    )
     dpace_alpha: Fraction = Field(0.5, description="confidence smoothing of dpace")
-    acceptance_weight: Annotated[float, Field(ge=0.0)] = Field(0.0, description="weight of the differentiable acceptance-length term")
+    acceptance_weight: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="weight of the differentiable acceptance-length term"
+    )
     noise: Noise = Noise()
 
 
 class Evaluation(Section):
     every: NonNegative = Field(0, description="optimizer steps between evaluations in the loop; 0: off")
-    prompts: str | None = Field(None, description="JSONL of held-out conversations; null: the held-out split of data.path")
+    prompts: str | None = Field(
+        None, description="JSONL of held-out conversations; null: the held-out split of data.path"
+    )
     num_prompts: Positive = Field(64, description="prompts decoded")
     max_new_tokens: Positive = Field(128, description="tokens generated for each")
 

@@ -1,0 +1,138 @@
+"""Read one JSON file into a ``RunConfig``; whatever is wrong with it is said at once, in one message.
+
+Order: syntax (line and column), duplicate keys, ``--set`` overrides, ``"auto"``, then the schema. All mistakes of
+the last two stages are listed together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from recipe.config.deepspeed_keys import RunConfig
+from recipe.config.explain import explain
+from recipe.config.keys import AUTO_KEYS, is_known, missing_key_error
+from recipe.config.paths import locate
+from recipe.errors import ConfigError
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes in one file; ``errors`` holds each, ``str()`` lists them all."""
+
+    def __init__(self, source: str, errors: list[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.field, first.value, first.rule, first.fix)
+        self.source, self.errors = source, errors
+
+    def __str__(self) -> str:
+        if len(self.errors) == 1:
+            return f"in {self.source}: {self.errors[0]}"
+        return f"{len(self.errors)} mistakes in {self.source}:\n" + "\n".join(f"- {error}" for error in self.errors)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config in the JSON file ``path`` with ``KEY=VALUE`` ``overrides`` applied.
+
+    ``path`` is looked up from the current directory, then from the repository root. A value of an override is read as
+    JSON; what is not JSON is a string (``dflash.run.name=trial`` needs no quotes). Raises ConfigError.
+    """
+    found = locate(path)
+    if found is None or not found.is_file():
+        raise ConfigError(
+            "CONFIG", str(path), "no such file", "give the path of a JSON file, for example ds_configs/demo.json"
+        )
+    try:
+        text = found.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "CONFIG", str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8"
+        ) from None
+    return parse_config(text, str(path), overrides)
+
+
+def parse_config(text: str, source: str = "the config", overrides: Iterable[str] = ()) -> RunConfig:
+    """As ``load_config``, from the JSON text itself; ``source`` names it in messages."""
+    raw = _parse_json(text, source)
+    for override in overrides:
+        _apply_override(raw, override)
+    errors = [
+        ConfigError(
+            field, "auto", '"auto" is not resolved by anybody here', f"give a value, or remove {field} for its default"
+        )
+        for field in _unresolved_autos(raw)
+    ]
+    said = {error.field for error in errors}
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        errors += [mistake for mistake in explain(error, raw) if mistake.field not in said]
+    if errors:
+        raise ConfigErrors(source, errors)
+    return config
+
+
+def _parse_json(text: str, source: str) -> dict[str, Any]:
+    """The JSON object in ``text``: no duplicate key, no NaN or Infinity."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ConfigError(key, value, f"the key occurs twice in one object of {source}", "keep one of them")
+            seen[key] = value
+        return seen
+
+    def no_constant(name: str) -> Any:
+        raise ConfigError("CONFIG", name, f"{source} holds {name}, which is not JSON", "write a finite number")
+
+    try:
+        raw = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        rule = f"not valid JSON at {where}: {error.msg}"
+        fix = f"mend the line {line[:80]!r} (JSON has no comments and no trailing commas)"
+        raise ConfigError("CONFIG", source, rule, fix) from None
+    if not isinstance(raw, dict):
+        raise ConfigError("CONFIG", source, "must hold one JSON object", 'begin with {"dflash": {…}}')
+    return raw
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one ``KEY=VALUE`` in ``raw``; the key must be one that the schema knows."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError("--set", override, "must be KEY=VALUE", "for example --set dflash.ring.reuse=2")
+    if not is_known(key):
+        raise missing_key_error(key, text, "--set")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *parents, leaf = key.split(".")
+    node = raw
+    for parent in parents:
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise ConfigError(
+                "--set", override, f"{parent} is {node!r} in the file, not an object", "mend the file first"
+            )
+    node[leaf] = value
+
+
+def _unresolved_autos(node: Any, path: str = "") -> Iterator[str]:
+    """Dotted paths that hold ``"auto"`` where nobody resolves it."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _unresolved_autos(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _unresolved_autos(value, f"{path}[{index}]")
+    elif node == "auto" and path not in AUTO_KEYS:
+        yield path
