@@ -1,0 +1,1 @@
+"""Conversations → exact training rows (`prepare`), reading them (`rows`), and their order (`plan`)."""

@@ -1,0 +1,136 @@
+"""The whole run as a pure function of its settings: who produces which batch when, who trains on which entry when.
+
+Both roles build the same `Schedule`, so nothing about order has to be communicated, timing changes nothing, and a
+resumed run continues with exactly what the interrupted one would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from recipe.data.plan import Delivery, plan_delivery, plan_epoch
+
+ROW_BITS = 40
+
+
+def entry_id(epoch: int, row: int) -> int:
+    """The ring's name for one sequence in one pass of the target."""
+    return epoch << ROW_BITS | row
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """One packed row: ``rows[i]`` is delivered for the ``reuses[i]``-th time. Empty when a rank has no data left."""
+
+    epoch: int
+    rows: np.ndarray
+    reuses: np.ndarray
+
+
+@dataclass(frozen=True)
+class ProductionBatch:
+    """One right-padded target batch; ``uses[i]`` deliveries of row i are still to come (0: computed, not published)."""
+
+    sequence: int
+    epoch: int
+    rows: np.ndarray
+    uses: np.ndarray
+
+
+class Schedule:
+    """Order of production and of delivery for every node and drafter.
+
+    Args:
+        lengths: tokens of each row, int array [rows].
+        drafters: drafter ranks on each node.
+        accumulation: micro-batches a rank contributes to one optimizer step.
+        max_steps: cut the run here, or None for all epochs.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        *,
+        seed: int,
+        epochs: int,
+        reuse: int,
+        token_budget: int,
+        max_batch_size: int,
+        min_ready: int,
+        nodes: int,
+        drafters: int,
+        accumulation: int,
+        max_steps: int | None = None,
+    ) -> None:
+        self.lengths, self.seed, self.epochs, self.reuse = lengths, seed, epochs, reuse
+        self.token_budget, self.max_batch_size, self.min_ready = token_budget, max_batch_size, min_ready
+        self.nodes, self.drafters, self.accumulation = nodes, drafters, accumulation
+        self.batches = lru_cache(maxsize=2 * nodes)(self._batches)
+        self.delivery = lru_cache(maxsize=2 * nodes)(self._delivery)
+        self.steps_of_epoch = [self._count_steps(epoch) for epoch in range(epochs)]
+        self.first_step_of_epoch = np.concatenate([[0], np.cumsum(self.steps_of_epoch)])
+        every = int(self.first_step_of_epoch[-1])
+        self.total_steps = every if max_steps is None else min(every, max_steps)
+
+    def _batches(self, epoch: int, node: int) -> list[np.ndarray]:
+        plan = plan_epoch(self.lengths, self.seed, epoch, self.token_budget, self.max_batch_size, self.nodes)
+        return plan.batches(node)
+
+    def _delivery(self, epoch: int, node: int) -> Delivery:
+        return plan_delivery(
+            self.batches(epoch, node), self.lengths, self.seed, epoch, self.reuse, self.min_ready, self.token_budget
+        )
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches that one node contributes to an optimizer step."""
+        return self.drafters * self.accumulation
+
+    def _count_steps(self, epoch: int) -> int:
+        longest = max(len(self.delivery(epoch, node).micro_batches) for node in range(self.nodes))
+        return -(-longest // self.micro_batches_per_step)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch of an optimizer step, and its index within that epoch."""
+        epoch = int(np.searchsorted(self.first_step_of_epoch, step, side="right")) - 1
+        return epoch, step - int(self.first_step_of_epoch[epoch])
+
+    def micro_batch(self, step: int, node: int, drafter: int, index: int) -> MicroBatchPlan:
+        """What drafter ``drafter`` of ``node`` trains on in its ``index``-th micro-batch of ``step``."""
+        epoch, within = self.locate(step)
+        place = within * self.micro_batches_per_step + index * self.drafters + drafter
+        planned = self.delivery(epoch, node).micro_batches
+        if place >= len(planned):
+            empty = np.empty(0, dtype=np.int64)
+            return MicroBatchPlan(epoch, empty, empty)
+        rows, reuses = planned[place]
+        return MicroBatchPlan(epoch, rows, reuses)
+
+    def production(self, first_step: int, node: int) -> Iterator[ProductionBatch]:
+        """The target batches of ``node`` from ``first_step`` to the end of the run, in order.
+
+        A batch is produced in its original composition even when only some of its rows are still needed: another
+        composition would round differently, and resumed must equal uninterrupted. Batches nobody needs are skipped.
+        """
+        sequence = 0
+        for epoch in range(self.epochs):
+            start = int(self.first_step_of_epoch[epoch])
+            stop = min(int(self.first_step_of_epoch[epoch + 1]), self.total_steps)
+            if stop <= first_step or start >= self.total_steps:
+                continue
+            uses = self._uses(epoch, node, max(first_step - start, 0), stop - start)
+            for rows in self.batches(epoch, node):
+                if uses[rows].any():
+                    yield ProductionBatch(sequence, epoch, rows, uses[rows])
+                    sequence += 1
+
+    def _uses(self, epoch: int, node: int, first: int, stop: int) -> np.ndarray:
+        """Deliveries of each row between two steps of an epoch, int array [rows]."""
+        per_step = self.micro_batches_per_step
+        planned = self.delivery(epoch, node).micro_batches[first * per_step : stop * per_step]
+        rows = np.concatenate([rows for rows, _ in planned]) if planned else np.empty(0, dtype=np.int64)
+        return np.bincount(rows, minlength=len(self.lengths))
