@@ -1,0 +1,60 @@
+"""The drafter's DeepSpeed engine: made, saved and loaded here, so that no other module has to know DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe.errors import RunError
+
+
+def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
+    """Wrap ``module`` (trainable parameters only) in a ZeRO engine over the drafter world."""
+    import deepspeed
+
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+    )
+    return engine
+
+
+def gradient_norm(engine: Any) -> float:
+    """Global norm before clipping, of the step just taken; NaN when that step was skipped for non-finite gradients."""
+    norm = engine.get_global_grad_norm()
+    if norm is None:
+        return math.nan
+    value = float(norm)
+    return value if math.isfinite(value) and value >= 0 else math.nan
+
+
+def learning_rate(engine: Any) -> float:
+    return float(engine.get_lr()[0])
+
+
+def save_engine(engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+    """Every rank of the drafter world must call it."""
+    if engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False) is False:
+        raise RunError(f"DeepSpeed could not save {folder / tag}")
+
+
+def load_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
+    """Restore parameters, masters, optimizer and schedule. Returns the client state. Every rank must call it."""
+    path, client_state = engine.load_checkpoint(str(folder), tag=tag)
+    if path is None:
+        raise RunError(f"DeepSpeed found no checkpoint at {folder / tag}")
+    return client_state
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

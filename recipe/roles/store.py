@@ -1,0 +1,83 @@
+"""The control store: the one thing that all ranks of all roles share. Run facts, heartbeats, abort flag, end barrier."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from recipe.errors import ConfigError, RunError
+from recipe.roles.role import Role
+
+CONNECT_TIMEOUT_S = 300.0
+
+
+class ControlStore:
+    """A small typed face of the launch's `TCPStore`, which rank 0 serves at MASTER_ADDR:MASTER_PORT.
+
+    The launcher itself never binds that port, so no second port is needed and none can collide.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.raw = store
+
+    @classmethod
+    def connect(cls, role: Role, serve: bool, timeout_s: float = CONNECT_TIMEOUT_S) -> ControlStore:
+        """Join the store; ``serve`` is true exactly once, on rank 0's first connection.
+
+        Raises:
+            ConfigError: the port is in use, or rank 0 cannot be reached.
+        """
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = dist.TCPStore(
+                host, port, None, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, dist.DistError) as error:
+            if serve:
+                raise ConfigError(
+                    "master_port",
+                    port,
+                    f"rank 0 cannot listen there ({str(error).splitlines()[0]})",
+                    "end the other run, or give another port: deepspeed --master_port PORT",
+                ) from error
+            raise RunError(f"{role.name}: the control store of rank 0 at {host}:{port} did not answer") from error
+        return cls(store)
+
+    def put(self, key: str, value: object) -> None:
+        self.raw.set(key, json.dumps(value))
+
+    def get(self, key: str, timeout_s: float) -> object:
+        """Wait for ``key``. Raises RunError after ``timeout_s`` seconds."""
+        try:
+            self.raw.wait([key], timedelta(seconds=timeout_s))
+        except (RuntimeError, dist.DistError) as error:
+            raise RunError(f"no {key!r} in the control store after {timeout_s:.0f} s") from error
+        return json.loads(self.raw.get(key))
+
+    def peek(self, key: str) -> object | None:
+        """The value of ``key`` now, or None."""
+        return json.loads(self.raw.get(key)) if self.raw.check([key]) else None
+
+    def abort(self, report: dict[str, object]) -> dict[str, object]:
+        """Raise the abort flag; the first report stands, and is returned."""
+        text = json.dumps(report)
+        stored = self.raw.compare_set("abort", "", text)
+        return json.loads(stored or text)
+
+    def arrive(self, barrier: str, role: Role, members: int, timeout_s: float, poll_s: float = 0.2) -> None:
+        """Wait until ``members`` ranks have arrived at ``barrier``; polling keeps every connection usable.
+
+        Raises:
+            RunError: not all have arrived after ``timeout_s`` seconds.
+        """
+        arrived = self.raw.add(f"barrier/{barrier}", 1)
+        deadline = time.monotonic() + timeout_s
+        while arrived < members:
+            if time.monotonic() > deadline:
+                raise RunError(f"{role.name}: only {arrived} of {members} ranks reached {barrier!r} in {timeout_s:.0f} s")
+            time.sleep(poll_s)
+            arrived = self.raw.add(f"barrier/{barrier}", 0)

@@ -1,0 +1,134 @@
+"""Tensor-parallel linear layers on DeepSpeed's own, for weights that are cut already, and the inference engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+from torch import nn
+
+
+def disable_shm_all_reduce() -> None:
+    """Keeps DeepSpeed from JIT-building its CPU shared-memory all-reduce. Call it before DeepSpeed initialises.
+
+    That kernel takes minutes to build, ignores its process group and leaks /dev/shm; gloo's all-reduce is used instead.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class _Cut:
+    """A linear layer's local part, as the DeepSpeed constructors want it. ``bias`` may be None."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        self.weight, self.bias = weight, bias
+
+
+class _AlreadyCut:
+    """Switches off what DeepSpeed's layers do to a whole weight: cut it, and describe the cut for training."""
+
+    def _should_materialize_tp_partition(self) -> bool:
+        return False
+
+    def _freeze_partition_sizes(self, total_size: int) -> tuple[int, ...]:
+        self._partition_sizes = (total_size,)  # of this rank; other ranks may hold more or less
+        return self._partition_sizes
+
+    def _mark_uc_metadata(self) -> None:
+        """Universal-checkpoint metadata is for training; a frozen target never has any."""
+
+
+class ColumnShard(_AlreadyCut, LinearLayer):
+    """This rank's rows of a linear layer's weight: [local_out, in] and bias [local_out] or None. No communication.
+
+    ``select`` (optional, int64 [m]) regroups the output: it is seen as units of ``unit`` features, and unit
+    ``select[i]`` becomes unit i. So a shared key head is computed once and handed to each query head that reads it.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: dist.ProcessGroup | None,
+        select: torch.Tensor | None = None,
+        unit: int = 1,
+    ) -> None:
+        super().__init__(_Cut(weight, bias), group)
+        self.unit = unit
+        self.register_buffer("select", select, persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        if self.select is None:
+            return output
+        return output.unflatten(-1, (-1, self.unit)).index_select(-2, self.select).flatten(-2)
+
+
+class RowShard(_AlreadyCut, LinearAllreduce):
+    """This rank's columns of a linear layer's weight: [out, local_in]; all ranks' products are summed over the group.
+
+    ``bias`` [out] is whole on every rank and added once, after the sum. ``local_in`` may be 0: such a rank adds zeros.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup | None) -> None:
+        super().__init__(_Cut(weight, bias), group)
+
+
+class IdleMixer(nn.Module):
+    """Stands for an attention or DeltaNet layer on a rank that holds no head of it: it only takes part in the sum."""
+
+    def __init__(self, row_shard: RowShard, row_shard_name: str, returns_tuple: bool) -> None:
+        super().__init__()
+        self.returns_tuple, self.row_shard_name = returns_tuple, row_shard_name
+        self.add_module(row_shard_name, row_shard)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        nothing = hidden_states.new_zeros(*hidden_states.shape[:-1], 0)
+        output = self.get_submodule(self.row_shard_name)(nothing)
+        return (output, None) if self.returns_tuple else output
+
+
+class _NothingToReplace(nn.Module):
+    """The class named in the injection policy: no model has it, so DeepSpeed's AutoTP leaves our layers alone."""
+
+
+class _GroupUnit:
+    """The model-parallelism unit that ``init_inference`` asks for its group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+
+def inference_engine(
+    model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> deepspeed.InferenceEngine:
+    """DeepSpeed's inference engine around a sharded, loaded model on its device.
+
+    ``group`` is this replica's tensor-parallel group, None at degree 1. The engine broadcasts random state over the
+    *whole* default world, so with a group every rank of that world must call this. It rounds every buffer to ``dtype``:
+    rebuild the rotary embedding afterwards.
+    """
+    disable_shm_all_reduce()
+    tp_size = 1 if group is None else dist.get_world_size(group)
+    if tp_size == 1:
+        return deepspeed.init_inference(model, dtype=dtype, replace_with_kernel_inject=False)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    return deepspeed.init_inference(
+        model,
+        dtype=dtype,
+        tensor_parallel={"tp_size": tp_size, "mpu": _GroupUnit(group), "tp_group": group},
+        replace_with_kernel_inject=False,
+        injection_policy={_NothingToReplace: ("down_proj",)},
+    )

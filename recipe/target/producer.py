@@ -1,0 +1,100 @@
+"""The target role: run the frozen target over the planned batches and publish its taps in the ring."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recipe.data.rows import Rows
+from recipe.data.schedule import ProductionBatch, Schedule, entry_id
+from recipe.ring import Ring
+from recipe.target.capture import TapCapture
+from recipe.target.handoff import Handoff
+
+
+def token_checksum(input_ids: np.ndarray) -> int:
+    """Ties an entry to its tokens, so that a drafter notices taps of other tokens than its row's."""
+    return zlib.crc32(np.ascontiguousarray(input_ids, dtype=np.int64).tobytes())
+
+
+@dataclass
+class ProducerPlace:
+    """Where this rank stands among the target ranks of its node."""
+
+    node: int
+    replica: int
+    replicas: int
+    tp_rank: int
+    tp: int
+
+
+class Producer:
+    """One rank of one target replica.
+
+    Args:
+        progress: called with (phase, batches done) after every batch.
+        on_error: ends the run when the copy thread fails.
+    """
+
+    def __init__(
+        self,
+        capture: TapCapture,
+        ring: Ring,
+        rows: Rows,
+        schedule: Schedule,
+        place: ProducerPlace,
+        device: torch.device,
+        timeout_s: float,
+        progress: Callable[[int, int], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.capture, self.ring, self.rows, self.schedule = capture, ring, rows, schedule
+        self.place, self.device, self.timeout_s, self.progress = place, device, timeout_s, progress
+        share = range(place.tp_rank, ring.spec.streams, place.tp)
+        self.handoff = Handoff(ring, device, share, on_error)
+
+    def run(self, first_step: int) -> None:
+        """Produce everything from ``first_step`` to the end of the run, then say that this producer is done."""
+        for batch in self._own_batches(first_step):
+            input_ids, lengths, checksums = self._pad(batch)
+            writes = self._reserve(batch, lengths, checksums)
+            taps = self.capture.capture(input_ids)
+            self.handoff.submit(taps, writes)
+            del taps
+            self.progress(batch.sequence + 1, int(lengths.sum()))
+        self.handoff.close()
+        if self.place.tp_rank == 0:
+            self.ring.finish(self.place.replica)
+
+    def _own_batches(self, first_step: int) -> Iterator[ProductionBatch]:
+        for batch in self.schedule.production(first_step, self.place.node):
+            if batch.sequence % self.place.replicas == self.place.replica:
+                yield batch
+
+    def _pad(self, batch: ProductionBatch) -> tuple[torch.Tensor, np.ndarray, list[int]]:
+        """Right-padded ids [n, S]. No mask: a causal model's real positions cannot see what comes after them."""
+        sequences = [self.rows[int(row)][0] for row in batch.rows]
+        lengths = np.array([len(ids) for ids in sequences])
+        padded = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
+        for place, ids in enumerate(sequences):
+            padded[place, : len(ids)] = ids
+        checksums = [token_checksum(np.asarray(ids)) for ids in sequences]
+        return torch.from_numpy(padded).to(self.device), lengths, checksums
+
+    def _reserve(self, batch: ProductionBatch, lengths: np.ndarray, checksums: list[int]) -> list:
+        """Pages for every row somebody still needs; the other ranks of the replica get the same ones."""
+        needed = [index for index in range(len(batch.rows)) if batch.uses[index]]
+        ids = [entry_id(batch.epoch, int(batch.rows[index])) for index in needed]
+        if self.place.tp_rank == 0:
+            entries = [
+                (identity, int(lengths[index]), checksums[index], int(batch.uses[index]))
+                for identity, index in zip(ids, needed, strict=True)
+            ]
+            writes = self.ring.reserve(batch.sequence, entries, self.place.tp, self.timeout_s)
+        else:
+            writes = self.ring.join(batch.sequence, ids, self.timeout_s)
+        return list(zip(needed, writes, strict=True))

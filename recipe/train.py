@@ -1,0 +1,52 @@
+"""Entry point of every rank: `deepspeed … recipe/train.py --deepspeed_config FILE [--resume] [--set KEY=VALUE]`.
+
+Reads like the run: find the role, agree on the configuration, meet in the ring, then produce or train, and leave together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
+
+from recipe.roles import process
+from recipe.roles.watchdog import block_signals
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="one rank of a run; started by the deepspeed launcher")
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the run's JSON")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--resume", action="store_true", help="continue the run's newest checkpoint")
+    parser.add_argument("--replace", action="store_true", help="start anew where a finished run of that name stands")
+    parser.add_argument("--dry-run", action="store_true", help="one optimizer step, nothing written; used by --check")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    block_signals()
+    process.die_with_parent()
+    args = parse_arguments(argv)
+    from recipe.config import load_config
+    from recipe.errors import ConfigError
+    from recipe.roles.role import Role
+
+    try:
+        config = load_config(args.deepspeed_config, args.overrides)
+        role = Role.from_environment(config.dflash.layout)
+    except ConfigError as error:  # the same on every rank: one of them says it
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    from recipe.launch import Launch
+
+    Launch(role, config, args).run()
+
+
+if __name__ == "__main__":
+    main()
