@@ -1,0 +1,157 @@
+"""The target's shape, read from its ``config.json``: what every size in a run is derived from. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe.errors import ConfigError
+
+KNOWN_SHAPES = Path(__file__).parent / "known_shapes"
+
+
+def cached_file(repo_id: str, filename: str, revision: str | None = None) -> Path | None:
+    """A file of a hub repository in the local cache, or None. Never touches the network."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(repo_id, filename, revision=revision or "main")
+    except HFValidationError:  # not a repository id at all, e.g. an absolute path
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def model_folder(path: str, revision: str | None = None) -> Path:
+    """The folder of a model given as a folder or as a hub id in the local cache; ConfigError when it is neither."""
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ConfigError("dflash.target.path", path, "this folder has no config.json", "give a Hugging Face folder")
+    cached = cached_file(path, "config.json", revision)
+    if cached is None:
+        rule = "neither a folder nor a model in the local Hugging Face cache"
+        raise ConfigError("dflash.target.path", path, rule, f"fetch it first: hf download {path}")
+    return cached.parent
+
+
+def default_target_layer_ids(num_layers: int, taps: int = 5) -> tuple[int, ...]:
+    """Evenly spaced taps from layer 1 to layer ``num_layers - 3`` (0-based); one tap sits in the middle."""
+    if taps == 1:
+        return (num_layers // 2,)
+    if num_layers - 3 < taps:  # 1 … num_layers-3 must hold that many different layers
+        rule = f"{taps} evenly spaced taps need a target of at least {taps + 3} layers"
+        raise ConfigError("num_layers", num_layers, rule, "list the taps in dflash.target.target_layer_ids")
+    return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a decoder-only language model. The ``linear_*`` fields are None unless it has DeltaNet layers.
+
+    ``layer_types`` has one of "full_attention", "linear_attention", "sliding_attention" per layer. ``text_config`` is
+    the text part of ``config.json``, from which transformers builds the model. ``model_type`` is the text model's,
+    without a trailing ``_text`` (so "qwen3_5" for the vision-language and for the text-only checkpoint).
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = None
+    text_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def hybrid(self) -> bool:
+        return "linear_attention" in self.layer_types
+
+    @classmethod
+    def resolve(cls, path: str, revision: str | None = None) -> TargetShape:
+        """From a folder, a hub id in the local cache, or an id whose shape is bundled in ``recipe/known_shapes``.
+
+        Raises ConfigError when there is no such model or its config.json cannot be used.
+        """
+        bundled = KNOWN_SHAPES / f"{path.strip('/').replace('/', '--')}.json"
+        try:
+            config_file = model_folder(path, revision) / "config.json"
+        except ConfigError:
+            if not bundled.is_file():
+                raise
+            config_file = bundled
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(config_file), path, f"not readable as JSON: {error}", "fetch it again") from error
+        return cls.from_config(config, source=str(config_file))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], source: str = "config.json") -> TargetShape:
+        """From the content of a ``config.json`` (of a text model, or of a vision-language one with ``text_config``)."""
+        text = dict(config.get("text_config") or config)
+        text.setdefault("model_type", config.get("model_type"))
+        if "tie_word_embeddings" not in text:  # vision-language checkpoints keep it outside
+            text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
+        try:
+            return cls(**_sizes(text), text_config=text)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            rule = f"cannot be read as a decoder-only language model: {error!r}"
+            raise ConfigError(
+                source, text.get("model_type"), rule, "use a Llama, Qwen2, Qwen3 or Qwen3.5 model"
+            ) from error
+
+
+def _sizes(text: dict[str, Any]) -> dict[str, Any]:
+    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+    rope = text.get("rope_parameters") or {}
+    layer_types = _layer_types(text)
+    sizes: dict[str, Any] = {
+        "model_type": str(text["model_type"]).removesuffix("_text"),
+        "hidden_size": hidden,
+        "num_layers": int(text["num_hidden_layers"]),
+        "vocab_size": int(text["vocab_size"]),
+        "intermediate_size": int(text.get("intermediate_size") or text["moe_intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(text.get("num_key_value_heads") or heads),
+        "head_dim": int(text.get("head_dim") or hidden // heads),
+        "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0),
+        "max_position_embeddings": int(text["max_position_embeddings"]),
+        "tie_word_embeddings": bool(text["tie_word_embeddings"]),
+        "layer_types": layer_types,
+    }
+    if "linear_attention" in layer_types:
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+            sizes[f"linear_{name}"] = int(text[f"linear_{name}"])
+    return sizes
+
+
+def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
+    layers = int(text["num_hidden_layers"])
+    given = text.get("layer_types")
+    if given:
+        if len(given) < layers:
+            raise ValueError(f"layer_types lists {len(given)} of {layers} layers")
+        return tuple(given[:layers])
+    if str(text["model_type"]).startswith(("qwen3_5", "qwen3_next")):
+        every = int(text.get("full_attention_interval", 4))
+        return tuple("full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers))
+    if text.get("use_sliding_window") and text.get("sliding_window"):
+        first = int(text.get("max_window_layers", 0))
+        return tuple("full_attention" if i < first else "sliding_attention" for i in range(layers))
+    return ("full_attention",) * layers

@@ -1,0 +1,1 @@
+"""The frozen target: shard plan, sharded model, streaming load, tap capture."""

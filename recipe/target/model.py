@@ -1,0 +1,141 @@
+"""Building the target's decoder from its shape, without weights, and swapping one rank's sharded layers into it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard
+from recipe.shapes import TargetShape
+from recipe.target.shard_plan import Heads, RankPlan, ShardPlan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def build_meta_model(
+    shape: TargetShape, num_layers: int, final_norm: bool, dtype: torch.dtype, attention: str = "sdpa"
+) -> nn.Module:
+    """transformers' own decoder (no head) with the first ``num_layers`` layers, all parameters on the meta device.
+
+    Without ``final_norm`` the norm after the last layer is left out: a model trimmed after its deepest tap needs none.
+    """
+    settings = {key: value for key, value in shape.text_config.items() if key != "model_type"}
+    settings["num_hidden_layers"] = num_layers
+    settings["layer_types"] = list(shape.layer_types[:num_layers])
+    settings["use_cache"] = False
+    config = AutoConfig.for_model(shape.text_config["model_type"], **settings)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
+    if not final_norm:
+        model.norm = nn.Identity()
+    model.to(dtype)  # from_config builds in dtype, but modules may insist on fp32 parameters of their own
+    return model.eval().requires_grad_(False)
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int, group: ProcessGroup | None) -> None:
+    """Replaces, in place, the linear layers of a meta model by ``rank``'s shards (still on meta).
+
+    At degree 1 the model stays transformers' own, unchanged.
+    """
+    if plan.tp == 1:
+        return
+    part = plan.ranks[rank]
+    for layer in model.layers:
+        if hasattr(layer, "linear_attn"):
+            _shard_delta_net(layer, shape, part, group)
+        else:
+            _shard_attention(layer, shape, part, group)
+        for name in ("gate_proj", "up_proj"):
+            _column(layer.mlp, "mlp", name, part, group)
+        layer.mlp.down_proj = _row(layer.mlp, "mlp", "down_proj", part, group)
+
+
+def _shard_attention(layer: Any, shape: TargetShape, part: RankPlan, group: ProcessGroup | None) -> None:
+    module, heads = layer.self_attn, part.attention
+    output = _row(module, "self_attn", "o_proj", part, group)
+    if heads.count == 0:
+        layer.self_attn = IdleMixer(output, "o_proj", returns_tuple=True)
+        return
+    select = None if heads.even else torch.tensor(heads.reads, device="cpu")
+    _column(module, "self_attn", "q_proj", part, group)
+    for name in ("k_proj", "v_proj"):
+        _column(module, "self_attn", name, part, group, select, shape.head_dim)
+    module.o_proj = output
+    module.num_key_value_groups = heads.count // heads.used
+
+
+def _shard_delta_net(layer: Any, shape: TargetShape, part: RankPlan, group: ProcessGroup | None) -> None:
+    module, heads = layer.linear_attn, part.delta
+    assert heads is not None, "a DeltaNet layer needs a plan with DeltaNet heads"
+    output = _row(module, "linear_attn", "out_proj", part, group)
+    if heads.count == 0:
+        layer.linear_attn = IdleMixer(output, "out_proj", returns_tuple=False)
+        return
+    unit = math.gcd(module.head_k_dim, module.head_v_dim)
+    select = None if heads.even else _regroup_qkv(heads, module.head_k_dim // unit, module.head_v_dim // unit)
+    _column(module, "linear_attn", "in_proj_qkv", part, group, select, unit)
+    for name in ("in_proj_z", "in_proj_b", "in_proj_a"):
+        _column(module, "linear_attn", name, part, group)
+    module.out_proj = output
+    module.num_v_heads, module.num_k_heads = heads.count, heads.used
+    module.key_dim, module.value_dim = heads.used * module.head_k_dim, heads.count * module.head_v_dim
+    module.conv_dim = 2 * module.key_dim + module.value_dim
+    old, dtype = module.conv1d, module.conv1d.weight.dtype
+    module.conv1d = nn.Conv1d(
+        module.conv_dim,
+        module.conv_dim,
+        old.kernel_size,
+        padding=old.padding,
+        groups=module.conv_dim,
+        bias=old.bias is not None,
+        device="meta",
+        dtype=dtype,
+    ).requires_grad_(False)
+    for name in ("A_log", "dt_bias"):
+        full = getattr(module, name)
+        setattr(module, name, _meta_parameter((heads.count,), full.dtype))
+
+
+def _regroup_qkv(heads: Heads, key_units: int, value_units: int) -> torch.Tensor:
+    """Output units of in_proj_qkv ([queries | keys | values], each key head once) with one key head per value head."""
+    block = heads.shared_count * key_units
+    keys = [head * key_units + i for head in heads.reads for i in range(key_units)]
+    values = [2 * block + i for i in range(heads.count * value_units)]
+    return torch.tensor([*keys, *(block + i for i in keys), *values], device="cpu")
+
+
+def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def _column(
+    parent: nn.Module,
+    prefix: str,
+    name: str,
+    part: RankPlan,
+    group: ProcessGroup | None,
+    select: torch.Tensor | None = None,
+    unit: int = 1,
+) -> None:
+    full = parent.get_submodule(name)
+    rows = part.cuts[f"{prefix}.{name}.weight"].size
+    weight = _meta_parameter((rows, full.weight.shape[1]), full.weight.dtype)
+    bias = None if full.bias is None else _meta_parameter((rows,), full.bias.dtype)
+    setattr(parent, name, ColumnShard(weight, bias, group, select, unit))
+
+
+def _row(parent: nn.Module, prefix: str, name: str, part: RankPlan, group: ProcessGroup | None) -> RowShard:
+    full = parent.get_submodule(name)
+    weight = _meta_parameter((full.weight.shape[0], part.cuts[f"{prefix}.{name}.weight"].size), full.weight.dtype)
+    bias = None if full.bias is None else _meta_parameter(tuple(full.bias.shape), full.bias.dtype)
+    return RowShard(weight, bias, group)
