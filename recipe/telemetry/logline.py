@@ -1,0 +1,124 @@
+"""The line of log that people read, its inverse, and the file it goes to."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from recipe.telemetry.provenance import redact_text
+
+GIB = 2**30
+_SHOWN = {"step", "steps", "loss", "tau_est", "acc@1", "lr", "gnorm", "ms", "wait_ms", "tokens_per_s", "ring", "mem"}
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z_][\w@/]*)=(\S+)")
+_SCALE = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def format_line(record: Mapping[str, Any], extra: tuple[str, ...] = ("skipped",)) -> str:
+    """One record of `Metrics.flush` as the log line. Fields in ``extra`` appear only when they are not zero.
+
+    A value that is missing or None (nothing was measured in the window) shows as ``n/a``; NaN shows as ``nan``.
+    """
+    ring = record.get("ring")
+    parts = [
+        f"step={record['step']}/{record['steps']}",
+        "loss=" + _fixed(record.get("loss"), 4),
+        "tau_est=" + _fixed(record.get("tau_est"), 2),
+        "acc@1=" + _fixed(record.get("acc@1"), 3),
+        "lr=" + _number(record.get("lr"), ".1e"),
+        "gnorm=" + _fixed(record.get("gnorm"), 2),
+        "ms=" + _fixed(record.get("ms"), 0),
+        "wait_ms=" + _fixed(record.get("wait_ms"), 0),
+        "tok/s=" + rate(record.get("tokens_per_s")),
+        "ring=" + (f"{ring[0]}/{ring[1]}" if ring else "n/a"),
+        "mem=" + (f"{record['mem'] / GIB:.1f}GiB" if record.get("mem") is not None else "n/a"),
+    ]
+    parts += [f"{key}={record[key]}" for key in extra if key not in _SHOWN and record.get(key)]
+    return " ".join(parts)
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The inverse of `format_line` up to rounding, or None if ``line`` is no log line. Text before it is ignored.
+
+    Keys as in metrics.jsonl: ``tok/s`` becomes ``tokens_per_s`` (a float), ``ring`` a pair, ``mem`` bytes.
+    """
+    fields = dict(_FIELD.findall(line))
+    if not {"step", "loss", "tok/s"} <= fields.keys() or "/" not in fields["step"]:
+        return None
+    try:
+        step, steps = fields.pop("step").split("/")
+        record: dict[str, Any] = {"step": int(step), "steps": int(steps)}
+        record["tokens_per_s"] = _parse_rate(fields.pop("tok/s"))
+        ring, mem = fields.pop("ring", "n/a"), fields.pop("mem", "n/a")
+        record["ring"] = None if ring == "n/a" else [int(part) for part in ring.split("/")]
+        record["mem"] = None if mem == "n/a" else float(mem.removesuffix("GiB")) * GIB
+        for key, text in fields.items():
+            record[key] = (
+                None if text == "n/a" else int(text) if text.isdecimal() and key not in _SHOWN else float(text)
+            )
+    except ValueError:
+        return None
+    return record
+
+
+def rate(value: float | None) -> str:
+    """``61234`` → ``61.2k``; below 1000 without a fraction."""
+    if value is None or not math.isfinite(value):
+        return "n/a" if value is None else f"{value}"
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # 0.99995 of a unit already rounds up to it: 999,950 is 1.0M, not 1000.0k
+        if value >= scale * (1 if scale == 1e3 else 0.99995):
+            return f"{value / scale:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _parse_rate(text: str) -> float | None:
+    if text == "n/a":
+        return None
+    return float(text[:-1]) * _SCALE[text[-1]] if text[-1] in _SCALE else float(text)
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    return _number(value, f".{digits}f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+class TrainLog:
+    """Prints lines and appends them to train.log, redacted and flushed one by one.
+
+    A full disk must not end a run of days: the first failed write is reported on stdout, later ones are silent.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._file: TextIO | None = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in close)
+        self._failed = False
+
+    def line(self, text: str) -> None:
+        """A line as it is (the step line)."""
+        text = redact_text(text)
+        print(text, file=self._stream, flush=True)
+        try:
+            if self._file is not None:
+                self._file.write(text + "\n")
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                print(f"warning: train.log cannot be written ({error.strerror})", file=self._stream, flush=True)
+
+    def event(self, text: str) -> None:
+        """Anything else, with the time of day (UTC) in front."""
+        self.line(f"[{time.strftime('%H:%M:%S', time.gmtime())}] {text}")
+
+    def close(self) -> None:
+        """Close the file; later lines are only printed."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,192 @@
+"""Reading a run's state from outside: from status.json, the processes it names, and the age of its last progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from recipe.telemetry.process import ProcessId, boot_id
+from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.status_writer import TERMINAL, StatusWriter, mark_dead, read_fields
+
+__all__ = ["EXIT_CODES", "State", "Status", "StatusWriter", "mark_dead", "read_status"]
+
+State = Literal["STARTING", "FILLING", "TRAINING", "STALLED", "DIVERGED", "DEAD", "DONE"]
+EXIT_CODES: dict[State, int] = {
+    "STARTING": 0,
+    "FILLING": 0,
+    "TRAINING": 0,
+    "DONE": 0,
+    "STALLED": 3,
+    "DIVERGED": 4,
+    "DEAD": 5,
+}
+_ENDED: dict[str, State] = {"done": "DONE", "dead": "DEAD", "diverged": "DIVERGED"}
+_LIVE: dict[str, State] = {"starting": "STARTING", "filling": "FILLING", "training": "TRAINING"}
+_SILENT_S = 60.0  # without a heartbeat for this long, a process that cannot be looked at counts as dead
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at a run. Times are seconds; None means not known (yet)."""
+
+    state: State
+    message: str
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    eta_s: float | None = None
+    waiting_side: str | None = None
+    last_progress_s: float | None = None
+    heartbeat_s: float | None = None
+    process: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 healthy or done, 3 stalled, 4 diverged, 5 dead."""
+        return EXIT_CODES[self.state]
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``status --json`` prints; strict JSON, so a loss that is not finite is null (the message names it)."""
+        keys = ("state", "step", "steps", "loss", "tokens_per_s", "eta_s", "waiting_side", "last_progress_s", "message")
+        values = {key: getattr(self, key) for key in keys}
+        return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+
+
+def read_status(run_dir: RunDir) -> Status:
+    """Decide the state of a run, alive or long gone, on this machine or another. Raises ConfigError: not a run."""
+    fields = read_fields(run_dir.status_json)
+    status = _judge(run_dir, fields)
+    if status.state == "DEAD" and fields.get("phase") not in TERMINAL:
+        # It may have finished between our reading the file and our looking for its processes.
+        time.sleep(0.2)
+        again = read_fields(run_dir.status_json)
+        if again != fields:
+            status = _judge(run_dir, again)
+    return status
+
+
+def _judge(run_dir: RunDir, fields: Mapping[str, Any]) -> Status:
+    process = _process(fields)
+    if process is None or not {"heartbeat", "progress"} <= fields.keys():
+        return _without_status(run_dir)
+    status = _facts(fields, process)
+    phase = str(fields.get("phase"))
+    if phase in _ENDED:
+        return replace(status, state=_ENDED[phase], eta_s=None, message=str(fields.get("message") or phase))
+    for check in (_gone, _stopped, _silent):
+        if trouble := check(fields, process, status):
+            return replace(status, state=trouble[0], message=f"{trouble[1]}; see {run_dir.train_log}")
+    if status.loss is not None and not math.isfinite(status.loss):
+        return replace(status, state="DIVERGED", message=f"the loss is {status.loss} at step {status.step}")
+    expect_s = float(fields.get("expect_s", math.inf))
+    if status.last_progress_s is not None and status.last_progress_s > expect_s:
+        what = f"alive, but no progress for {duration(status.last_progress_s)} (expected within {duration(expect_s)})"
+        return replace(status, state="STALLED", message=f"{what} while {_activity(fields)}")
+    return replace(status, message=_activity(fields))
+
+
+def _process(fields: Mapping[str, Any]) -> ProcessId | None:
+    """The reporting process, or None where the fields are not those of a whole file."""
+    try:
+        return ProcessId.from_dict(fields["process"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _without_status(run_dir: RunDir) -> Status:
+    """No (readable) status.json: the run was made a moment ago, or died before it reported anything."""
+    process = _process(run_dir.marker())
+    if process is not None and process.liveness() == "alive" and not run_dir.status_json.exists():
+        return Status("STARTING", "the run folder was made, nothing is reported yet", process=str(process))
+    if process is not None and process.liveness() == "unknown":
+        age = time.time() - float(run_dir.marker()["created"])
+        if age < _SILENT_S and not run_dir.status_json.exists():
+            return Status("STARTING", "the run folder was made, nothing is reported yet", process=str(process))
+    what = "status.json is damaged" if run_dir.status_json.exists() else "the run ended before it reported anything"
+    return Status("DEAD", f"{what}; see {run_dir.train_log}", process=str(process) if process else None)
+
+
+def _facts(fields: Mapping[str, Any], process: ProcessId) -> Status:
+    heartbeat, progress = fields["heartbeat"], fields["progress"]
+    # Within one boot the monotonic clock is shared by all processes, so a jump of the wall clock changes nothing. From
+    # elsewhere only the heartbeat, rewritten every few seconds, is compared with our wall clock.
+    if process.boot_id == boot_id():
+        silent_s = time.monotonic() - heartbeat["monotonic"]
+    else:
+        silent_s = time.time() - heartbeat["wall"]
+    silent_s = max(0.0, silent_s)
+    still_s = silent_s + max(0.0, heartbeat["monotonic"] - progress["monotonic"])
+    step = fields.get("step")
+    eta_s = fields.get("eta_s") if fields.get("label") is None else fields.get("phase_eta_s")
+    return Status(
+        state=_LIVE.get(str(fields.get("phase")), "STARTING"),
+        message="",
+        step=step,
+        steps=fields.get("steps"),
+        loss=fields.get("loss"),
+        tokens_per_s=fields.get("tokens_per_s"),
+        eta_s=eta_s,
+        waiting_side=fields.get("waiting_side"),
+        last_progress_s=round(still_s, 1),
+        heartbeat_s=round(silent_s, 1),
+        process=str(process),
+    )
+
+
+_Trouble = tuple[State, str] | None
+
+
+def _all_processes(fields: Mapping[str, Any], process: ProcessId) -> list[ProcessId]:
+    return [*(ProcessId.from_dict(each) for each in fields.get("processes", ())), process]
+
+
+def _gone(fields: Mapping[str, Any], process: ProcessId, status: Status) -> _Trouble:
+    for each in _all_processes(fields, process):
+        liveness = each.liveness()
+        if liveness == "gone":
+            return "DEAD", f"{each} is gone without a farewell (killed?) while {_activity(fields)}"
+        if liveness == "rebooted" and (status.heartbeat_s or 0) > _SILENT_S:
+            return "DEAD", f"{each.host} was restarted while {_activity(fields)}"
+    return None
+
+
+def _stopped(fields: Mapping[str, Any], process: ProcessId, status: Status) -> _Trouble:
+    for each in _all_processes(fields, process):
+        if each.liveness() == "stopped":
+            return "STALLED", f"{each} is stopped (SIGSTOP) while {_activity(fields)}; kill -CONT {each.pid} wakes it"
+    return None
+
+
+def _silent(fields: Mapping[str, Any], process: ProcessId, status: Status) -> _Trouble:
+    limit = max(_SILENT_S, 10 * float(fields.get("heartbeat_interval_s", 0)))
+    if process.liveness() in ("unknown", "rebooted") and (status.heartbeat_s or 0) > limit:
+        silence = duration(status.heartbeat_s or 0)
+        return "DEAD", f"no heartbeat for {silence} from {process}, which cannot be looked at from here"
+    return None
+
+
+def _activity(fields: Mapping[str, Any]) -> str:
+    label = str(fields.get("label") or fields.get("phase"))
+    done, total = fields.get("done"), fields.get("total")
+    if done is not None:
+        label += f" {done:g}" + (f"/{total:g}" if total is not None else "")
+    return label
+
+
+def duration(seconds: float) -> str:
+    """``75`` → ``1 min 15 s``."""
+    if not math.isfinite(seconds):
+        return "ever"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -1,0 +1,76 @@
+"""``python -m recipe status RUN``: is it healthy, and what is it doing? One screen, and an exit code for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+
+from recipe.errors import ConfigError
+from recipe.telemetry.logline import rate
+from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.status import Status, duration, read_status
+
+DESCRIPTION = "Say whether a run is healthy and what it is doing, also from another shell or host, also after its end."
+EPILOG = """exit codes:
+  0  healthy (STARTING, FILLING, TRAINING) or DONE
+  2  RUN is not a run folder
+  3  STALLED: alive, but no progress for longer than expected, or stopped
+  4  DIVERGED: the loss is not finite, or too many steps were skipped
+  5  DEAD: a process of the run is gone
+
+example: python -m recipe status runs/demo --watch"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb, on a parser of `recipe.cli`."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo (or just its name)")
+    parser.add_argument("--watch", action="store_true", help="show it every --interval seconds until the run ends")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the screen")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status; returns the exit code. Raises ConfigError if RUN is no run or the interval makes no sense."""
+    if not (math.isfinite(args.interval) and args.interval > 0):
+        raise ConfigError("--interval", args.interval, "must be more than 0 seconds", "leave it out: the default is 2")
+    run_dir = RunDir.open(args.run)
+    while True:
+        status = read_status(run_dir)
+        if args.watch and not args.json and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print(json.dumps(status.to_json()) if args.json else screen(run_dir, status), flush=True)
+        if not args.watch or status.state in ("DONE", "DEAD", "DIVERGED"):
+            return status.exit_code
+        try:
+            time.sleep(args.interval)
+        except KeyboardInterrupt:
+            return status.exit_code
+
+
+def screen(run_dir: RunDir, status: Status) -> str:
+    """The status as a few aligned lines; what is not known is left out."""
+    rows: list[tuple[str, str]] = [(status.state, f"{run_dir.path}: {status.message}")]
+    if status.step is not None:
+        share = f" ({100 * status.step / status.steps:.1f} %)" if status.steps else ""
+        rows.append(("step", f"{status.step}/{status.steps}{share}"))
+    if status.loss is not None:
+        rows.append(("loss", f"{status.loss:.4f}"))
+    if status.tokens_per_s is not None:
+        rows.append(("speed", f"{rate(status.tokens_per_s)} tokens/s"))
+    if status.eta_s is not None and status.state in ("STARTING", "FILLING", "TRAINING"):
+        rows.append(("time left", f"about {duration(status.eta_s)}"))
+    if status.waiting_side is not None:
+        slower = {"drafter": "the target is the bottleneck", "target": "the drafters are the bottleneck"}
+        rows.append(("waits", f"{status.waiting_side} ({slower.get(status.waiting_side, 'balanced')})"))
+    if status.last_progress_s is not None:
+        rows.append(("progress", f"{duration(status.last_progress_s)} ago"))
+    if status.heartbeat_s is not None and status.state not in ("DONE", "DEAD", "DIVERGED"):
+        rows.append(("heartbeat", f"{duration(status.heartbeat_s)} ago"))
+    if status.process is not None:
+        rows.append(("process", status.process))
+    return "\n".join(f"{name:<10}{value}" for name, value in rows)
