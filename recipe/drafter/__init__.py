@@ -1,0 +1,1 @@
+"""The drafter: its model, anchors, masks, objective and micro-batches. Never imports the target."""
