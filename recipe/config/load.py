@@ -51,10 +51,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(
             "CONFIG", str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8"
         ) from None
-    return parse_config(text, str(path), overrides)
+    return load_config_text(text, overrides, str(path))
 
 
-def parse_config(text: str, source: str = "the config", overrides: Iterable[str] = ()) -> RunConfig:
+def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "the config") -> RunConfig:
     """As ``load_config``, from the JSON text itself; ``source`` names it in messages."""
     raw = _parse_json(text, source)
     for override in overrides:

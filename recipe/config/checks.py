@@ -1,0 +1,180 @@
+"""``check``: the rules that span several keys, or the config and the world, before any model is loaded.
+
+Each ``_…`` generator yields the mistakes that it finds, so that a user hears of all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipe.config.deepspeed_keys import RunConfig
+from recipe.config.feasibility import check_data, check_machine, check_run_folder
+from recipe.config.load import ConfigErrors
+from recipe.config.special_tokens import SpecialTokens
+from recipe.errors import ConfigError
+from recipe.shapes import TargetShape, model_folder
+
+
+def check(
+    config: RunConfig,
+    *,
+    model: bool = True,
+    resume: bool | None = None,
+    nodes: int = 1,
+    shape: TargetShape | None = None,
+) -> list[str]:
+    """Cross-checks of a resolved config; returns notes, a line each. Raises ConfigError (several mistakes in one).
+
+    ``model``: False leaves out what only the training machine can answer: data, GPUs, memory and run folder.
+    ``resume``: whether an earlier run is continued; None leaves the run folder unchecked. ``nodes``: of the launch.
+    ``shape``: of the target, read if not given.
+    """
+    target = config.dflash.target
+    shape = shape or TargetShape.resolve(target.path, target.revision)
+    tokens = SpecialTokens.of(target.path, target.revision)
+    found = [*_layout(config), *_steps(config, nodes), *_taps(config, shape), *_mask_id(config, shape, tokens)]
+    found += [*_lengths(config, shape), *_drafter(config), *_objective(config), *_ring(config)]
+    if found:
+        raise ConfigErrors(f"run {config.dflash.run.name!r}", found)
+    if not model:
+        return ["not checked: data, GPUs, memory and run folder (--no-model)"]
+    if resume is not None:
+        check_run_folder(config, resume)
+    model_folder(target.path, target.revision)
+    sizes = check_data(config, shape, nodes)
+    check_machine(config, sizes.ring)
+    return sizes.lines()
+
+
+def _layout(config: RunConfig) -> Iterator[ConfigError]:
+    layout = config.dflash.layout
+    for name, gpus in (("target_gpus", layout.target_gpus), ("drafter_gpus", layout.drafter_gpus)):
+        if len(set(gpus)) != len(gpus):
+            yield ConfigError(f"dflash.layout.{name}", gpus, "a GPU is listed twice", "list each once")
+    both = sorted(set(layout.target_gpus) & set(layout.drafter_gpus))
+    if both:
+        rule = f"GPUs {both} are in target_gpus too; a GPU has one role"
+        yield ConfigError("dflash.layout.drafter_gpus", layout.drafter_gpus, rule, "make the two lists disjoint")
+    used = set(layout.target_gpus) | set(layout.drafter_gpus)
+    missing = sorted(set(range(max(used) + 1)) - used)
+    if missing:
+        rule = f"GPUs {missing} have no role: the launch starts one rank on each of 0..{max(used)}"
+        yield ConfigError("dflash.layout", sorted(used), rule, "number the GPUs 0, 1, 2, … without a gap")
+    if len(layout.target_gpus) % layout.target_tp:
+        rule = f"must divide the {len(layout.target_gpus)} target GPUs: each replica takes target_tp of them"
+        divisors = [n for n in range(1, len(layout.target_gpus) + 1) if len(layout.target_gpus) % n == 0]
+        fix = f"use one of {', '.join(map(str, divisors))}, or change target_gpus"
+        yield ConfigError("dflash.layout.target_tp", layout.target_tp, rule, fix)
+
+
+def _steps(config: RunConfig, nodes: int) -> Iterator[ConfigError]:
+    given, product = config.train_batch_size, config.global_micro_batches(nodes)
+    drafters, accumulation = len(config.dflash.layout.drafter_gpus), config.gradient_accumulation_steps
+    if given is not None and given != product:
+        rule = (
+            f"must be micro-batch x accumulation x drafter ranks = 1 x {accumulation} x {nodes * drafters} = {product} "
+            f"({nodes} node(s) with {drafters} drafter GPUs; target ranks do not train)"
+        )
+        fix = f"set it to {product}, or remove it"
+        if given % (nodes * drafters) == 0:
+            fix += f", or set gradient_accumulation_steps to {given // (nodes * drafters)}"
+        yield ConfigError("train_batch_size", given, rule, fix)
+    highest = getattr(config.scheduler.params, "warmup_max_lr", None) if config.scheduler else None
+    if highest is not None and highest != config.optimizer.params.lr:
+        rule = f"differs from optimizer.params.lr = {config.optimizer.params.lr}; one value has one owner"
+        yield ConfigError("scheduler.params.warmup_max_lr", highest, rule, "remove it")
+    if not config.optimizer.params.torch_adam and config.dflash.layout.device == "cpu":
+        rule = "DeepSpeed's own Adam is compiled on first use and has no place on a CPU"
+        yield ConfigError("optimizer.params.torch_adam", False, rule, "set it to true, or remove it")
+
+
+def _taps(config: RunConfig, shape: TargetShape) -> Iterator[ConfigError]:
+    field, taps = "dflash.target.target_layer_ids", config.dflash.target.target_layer_ids or []
+    last = shape.num_layers - 1
+    if not taps:
+        yield ConfigError(field, taps, "at least one tap is needed", "set it to null for five evenly spaced ones")
+    for index, tap in enumerate(taps):
+        if tap > last:
+            rule = f"this target has layers 0..{last}; taps are 0-based decoder-layer outputs"
+            yield ConfigError(f"{field}[{index}]", tap, rule, f"use {last - 1} or less")
+        elif tap == last:
+            rule = "the last layer's output is seen by servers only after the final norm, so it cannot be a tap"
+            yield ConfigError(f"{field}[{index}]", tap, rule, f"use {last - 1} or less")
+    if len(set(taps)) != len(taps):
+        yield ConfigError(field, taps, "a layer is listed twice", "list each once")
+    elif sorted(taps) != taps:
+        yield ConfigError(field, taps, "must rise: servers concatenate taps in layer order", f"write {sorted(taps)}")
+
+
+def _mask_id(config: RunConfig, shape: TargetShape, tokens: SpecialTokens) -> Iterator[ConfigError]:
+    field, mask = "dflash.drafter.mask_token_id", config.dflash.drafter.mask_token_id
+    if mask is None:
+        yield ConfigError(field, None, "is not resolved", "set it to an id that the vocabulary reserves")
+    elif mask >= shape.vocab_size:
+        rule = f"must lie inside the target's vocabulary of {shape.vocab_size} ids"
+        yield ConfigError(field, mask, rule, f"use an id of at most {shape.vocab_size - 1} that text never uses")
+    elif mask in tokens.reserved:
+        rule = f"is the target's {tokens.reserved[mask]} token, which text contains"
+        yield ConfigError(field, mask, rule, "use an id that the vocabulary reserves and text never uses")
+
+
+def _lengths(config: RunConfig, shape: TargetShape) -> Iterator[ConfigError]:
+    data, block = config.dflash.data, config.dflash.drafter.block_size
+    if block > data.max_seq_len:
+        rule = f"a block must fit into a row of max_seq_len = {data.max_seq_len} tokens"
+        yield ConfigError("dflash.drafter.block_size", block, rule, f"use {data.max_seq_len} or less")
+    if data.max_seq_len > data.token_budget:
+        rule = f"a row must fit into one batch of token_budget = {data.token_budget} tokens"
+        yield ConfigError("dflash.data.max_seq_len", data.max_seq_len, rule, "lower it, or raise token_budget")
+    if data.max_seq_len > shape.max_position_embeddings:
+        rule = f"the target knows positions up to {shape.max_position_embeddings} only"
+        yield ConfigError("dflash.data.max_seq_len", data.max_seq_len, rule, f"use {shape.max_position_embeddings}")
+
+
+def _drafter(config: RunConfig) -> Iterator[ConfigError]:
+    drafter = config.dflash.drafter
+    heads, kv_heads = drafter.num_attention_heads, drafter.num_key_value_heads
+    if heads and kv_heads and heads % kv_heads:
+        rule = f"must divide num_attention_heads = {heads}"
+        yield ConfigError("dflash.drafter.num_key_value_heads", kv_heads, rule, "choose a divisor")
+    if drafter.head_dim and drafter.head_dim % 2:
+        yield ConfigError(
+            "dflash.drafter.head_dim", drafter.head_dim, "rotary embedding needs an even size", "use an even one"
+        )
+    if drafter.sliding_window and drafter.sliding_window < drafter.block_size:
+        rule = f"must be at least block_size = {drafter.block_size}"
+        yield ConfigError("dflash.drafter.sliding_window", drafter.sliding_window, rule, "raise it, or set it to null")
+    if drafter.init_from and not (Path(drafter.init_from) / "config.json").is_file():
+        rule = "is no drafter folder (it has no config.json)"
+        yield ConfigError("dflash.drafter.init_from", drafter.init_from, rule, "give an exported drafter, or null")
+    prompts = config.dflash.evaluation.prompts
+    if prompts and not Path(prompts).is_file():
+        yield ConfigError(
+            "dflash.evaluation.prompts", prompts, "no such file", "give a JSONL file of conversations, or null"
+        )
+
+
+def _objective(config: RunConfig) -> Iterator[ConfigError]:
+    objective = config.dflash.objective
+    if not objective.soft_labels:
+        for name, neutral in (("soft_weight", 1.0), ("temperature", 1.0)):
+            value = getattr(objective, name)
+            if value != neutral:
+                rule = "has no effect without soft_labels"
+                yield ConfigError(f"dflash.objective.{name}", value, rule, "remove it, or set soft_labels to true")
+    if objective.loss != "dpace" and objective.dpace_alpha != 0.5:
+        rule = f"has no effect with loss = {objective.loss!r}"
+        yield ConfigError(
+            "dflash.objective.dpace_alpha", objective.dpace_alpha, rule, 'remove it, or set loss to "dpace"'
+        )
+
+
+def _ring(config: RunConfig) -> Iterator[ConfigError]:
+    ring, data = config.dflash.ring, config.dflash.data
+    if ring.min_ready > ring.max_depth:
+        rule = f"must not exceed max_depth = {ring.max_depth}: the ring would be full before training starts"
+        yield ConfigError("dflash.ring.min_ready", ring.min_ready, rule, "lower min_ready, or raise max_depth")
+    if ring.page_tokens and ring.page_tokens > data.token_budget:
+        rule = f"must not exceed token_budget = {data.token_budget}"
+        yield ConfigError("dflash.ring.page_tokens", ring.page_tokens, rule, "set it to null")

@@ -1,0 +1,193 @@
+"""Whether a resolved config can be carried out here: its data, ring and run folder, this machine's GPUs and memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipe.config.deepspeed_keys import RunConfig
+from recipe.errors import ConfigError
+from recipe.ring.sizing import RingSize, available_shm, check_fits, plan_ring
+from recipe.shapes import TargetShape
+
+if TYPE_CHECKING:
+    from recipe.data.rows import Rows
+    from recipe.data.schedule import Schedule
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a config comes to on its data; tokens and steps are of the whole run's training split."""
+
+    ring: RingSize
+    rows: int
+    tokens: int
+    supervised: int
+    total_steps: int
+    warmup_steps: int
+    peak_pages: int
+    waived: str | None = None
+
+    def lines(self) -> list[str]:
+        """The same for a person to read."""
+        share = 100 * self.supervised / self.tokens
+        lines = [
+            f"data: {self.rows} rows, {self.tokens} tokens, {self.supervised} of them supervised ({share:.0f} %)",
+            f"steps: {self.total_steps}, the first {self.warmup_steps} with a rising learning rate",
+            f"ring: {self.ring.n_pages} pages, {self.ring.bytes / 2**30:.2f} GiB; at most {self.peak_pages} must be in use",
+        ]
+        return lines + ([self.waived] if self.waived else [])
+
+
+def visible_gpus() -> int:
+    """CUDA devices that a process started here would see (CUDA_VISIBLE_DEVICES respected); makes no CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def ring_size(config: RunConfig, shape: TargetShape, lengths: Sequence[int] | None = None) -> RingSize:
+    """The ring of a resolved config. ``lengths``: tokens of each row, for exact room in half-empty pages."""
+    ours = config.dflash
+    return plan_ring(
+        hidden=shape.hidden_size,
+        streams=len(ours.target.target_layer_ids or []) + ours.objective.soft_labels,
+        dtype_bytes=DTYPE_BYTES[ours.target.dtype],
+        token_budget=ours.data.token_budget,
+        min_ready=ours.ring.min_ready,
+        max_depth=ours.ring.max_depth,
+        max_bytes=ours.ring.max_bytes,
+        max_seq_len=ours.data.max_seq_len,
+        page_tokens=ours.ring.page_tokens,
+        lengths=lengths,
+        reuse=ours.ring.reuse,
+    )
+
+
+def check_data(config: RunConfig, shape: TargetShape, nodes: int) -> Sizes:
+    """What the run comes to on its data. Raises ConfigError when data or ring cannot be used."""
+    from recipe.data.rows import Rows
+
+    rows = Rows.open(config.dflash.data.path)
+    supervised = int(rows.supervised.sum(dtype="int64"))
+    _check_rows(config, shape, rows, supervised)
+    schedule = _schedule(config, rows, nodes)
+    size = ring_size(config, shape, rows.lengths.tolist())
+    peak = schedule.peak_pages(size.page_tokens)
+    if peak > size.n_pages:
+        _refuse_peak(config, peak, size)
+    return Sizes(
+        ring=size,
+        rows=len(rows),
+        tokens=int(rows.lengths.sum(dtype="int64")),
+        supervised=supervised,
+        total_steps=schedule.total_steps,
+        warmup_steps=config.warmup_steps(schedule.total_steps),
+        peak_pages=peak,
+        waived=_waived(config, schedule),
+    )
+
+
+def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: int) -> None:
+    data, again = config.dflash.data, "prepare the data again"
+    if supervised == 0:
+        rule = f"none of the {len(rows)} rows has a supervised token, so there is nothing to learn"
+        raise ConfigError("dflash.data.path", data.path, rule, f"{again} and look at it with `prepare --show 5`")
+    longest = int(rows.lengths.max())
+    if longest > data.max_seq_len:
+        rule = f"the data holds a row of {longest} tokens"
+        fix = f"{again} with --max-seq-len {data.max_seq_len}, or set max_seq_len to {longest}"
+        raise ConfigError("dflash.data.max_seq_len", data.max_seq_len, rule, fix)
+    bound = rows.meta.get("vocab_bound")
+    if isinstance(bound, int) and bound > shape.vocab_size:
+        rule = f"its token ids go up to {bound - 1}, but the target's vocabulary has {shape.vocab_size}"
+        raise ConfigError("dflash.data.path", data.path, rule, f"{again} with --tokenizer {config.dflash.target.path}")
+
+
+def _schedule(config: RunConfig, rows: Rows, nodes: int) -> Schedule:
+    from recipe.data.schedule import Schedule
+
+    run, data, ring = config.dflash.run, config.dflash.data, config.dflash.ring
+    schedule = Schedule(
+        rows.lengths,
+        seed=run.seed,
+        epochs=run.epochs,
+        reuse=ring.reuse,
+        token_budget=data.token_budget,
+        max_batch_size=data.max_batch_size,
+        min_ready=ring.min_ready,
+        nodes=nodes,
+        drafters=len(config.dflash.layout.drafter_gpus),
+        accumulation=config.gradient_accumulation_steps,
+        max_steps=run.max_steps,
+    )
+    without = [node for node in range(nodes) if not schedule.batches(0, node)]
+    if without:
+        rule = f"{len(rows)} rows make fewer batches than there are nodes: nodes {without} of {nodes} have none"
+        raise ConfigError("dflash.data.path", data.path, rule, "use more data, a smaller token_budget or fewer nodes")
+    return schedule
+
+
+def _waived(config: RunConfig, schedule: Schedule) -> str | None:
+    """min_ready waits for batches that an epoch may not have; then it is waived, and the user is told."""
+    fewest = min(len(schedule.batches(0, node)) for node in range(schedule.nodes))
+    wanted = config.dflash.ring.min_ready
+    if fewest >= wanted:
+        return None
+    return f"ring: min_ready = {wanted}, but an epoch has {fewest} batches: training starts when all of them are in"
+
+
+def _refuse_peak(config: RunConfig, needed: int, size: RingSize) -> None:
+    """min_ready cannot be reached: the draw needs more pages than the ring has."""
+    ring = config.dflash.ring
+    rule = f"drawing at random from it needs up to {needed} pages at once and the ring has {size.n_pages}: a deadlock"
+    depth = -(-needed * ring.max_depth // size.n_pages)
+    fix = f"raise max_depth to {depth} or more, or lower min_ready (a third of max_depth is safe)"
+    if ring.max_bytes is not None:
+        fix += ", or raise max_bytes"
+    raise ConfigError("dflash.ring.min_ready", ring.min_ready, rule, fix)
+
+
+def check_machine(config: RunConfig, size: RingSize) -> None:
+    """The layout against this machine's GPUs, the ring against its memory. Raises ConfigError."""
+    layout = config.dflash.layout
+    ranks = len(layout.target_gpus) + len(layout.drafter_gpus)
+    gpus = visible_gpus() if layout.device == "cuda" else 0
+    if layout.device == "cuda" and gpus < ranks:
+        rule = (
+            f"{len(layout.target_gpus)} target + {len(layout.drafter_gpus)} drafter GPUs, but {gpus} are visible here"
+        )
+        fix = 'change the two lists, look at CUDA_VISIBLE_DEVICES, or set dflash.layout.device to "cpu" for a trial'
+        raise ConfigError("dflash.layout", ranks, rule, fix)
+    check_fits(size, available_shm())
+
+
+def check_run_folder(config: RunConfig, resume: bool) -> None:
+    """The run folder is new and can be made, or is there to be resumed. Raises ConfigError; changes nothing."""
+    from recipe.telemetry.run_dir import is_run
+
+    run = config.dflash.run
+    folder = Path(run.output_dir) / run.name
+    if resume:
+        if not os.path.lexists(folder / "checkpoints" / "latest"):
+            rule = f"{folder} has no checkpoint: there is nothing to resume"
+            raise ConfigError("--resume", run.name, rule, "check dflash.run.name and output_dir, or drop --resume")
+        return
+    ours = is_run(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        rule = f"{folder} {'is an earlier run' if ours else 'exists already and is not a run'}"
+        fix = (
+            "add --resume or --replace, or choose another dflash.run.name" if ours else "choose another dflash.run.name"
+        )
+        raise ConfigError("dflash.run.name", run.name, rule, fix)
+    parent = Path(run.output_dir)
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        rule = f"{parent} is not a folder that can be written"
+        raise ConfigError("dflash.run.output_dir", run.output_dir, rule, "choose a writable folder")

@@ -1,0 +1,67 @@
+"""The ids that a model folder gives its special tokens, from its JSON files alone: no tokenizer, no model is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe.errors import ConfigError
+from recipe.shapes import model_folder
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """``mask``: the tokenizer's mask token or None. ``reserved``: pad, eos and bos ids with the role's name."""
+
+    mask: int | None = None
+    reserved: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str, revision: str | None = None) -> SpecialTokens:
+        """Of a model folder or of a hub id in the local cache; empty when there is neither (a bundled shape)."""
+        try:
+            folder = model_folder(path, revision)
+        except ConfigError:
+            return cls()
+        settings = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
+        ids = _ids_of_tokens(folder, settings)
+        reserved: dict[int, str] = {}
+        for role in ("bos", "pad", "eos"):  # a later role's name wins where ids coincide
+            for source in (_read(folder / "config.json"), _read(folder / "generation_config.json")):
+                for scope in (source.get("text_config") or {}, source):
+                    reserved.update(dict.fromkeys(_as_ids(scope.get(f"{role}_token_id")), role))
+            found = ids.get(_text(settings.get(f"{role}_token")))
+            if found is not None:
+                reserved[found] = role
+        return cls(mask=ids.get(_text(settings.get("mask_token"))), reserved=reserved)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty when there is none or it is damaged (the loader reports damage)."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _ids_of_tokens(folder: Path, settings: dict[str, Any]) -> dict[str | None, int]:
+    """Id of each token text: the vocabulary, then what was added to it."""
+    tokenizer = _read(folder / "tokenizer.json")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    ids: dict[str | None, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids.update({token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []})
+    added = settings.get("added_tokens_decoder") or {}
+    ids.update({_text(token): int(number) for number, token in added.items()})
+    ids.pop(None, None)
+    return ids
+
+
+def _text(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _as_ids(value: Any) -> list[int]:
+    return [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
