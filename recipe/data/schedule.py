@@ -6,13 +6,15 @@ resumed run continues with exactly what the interrupted one would have done.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from recipe.data.plan import Delivery, plan_delivery, plan_epoch
+from recipe.data.delivery import Delivery, plan_delivery
+from recipe.data.plan import plan_epoch
 
 ROW_BITS = 40
 
@@ -20,6 +22,11 @@ ROW_BITS = 40
 def entry_id(epoch: int, row: int) -> int:
     """The ring's name for one sequence in one pass of the target."""
     return epoch << ROW_BITS | row
+
+
+def token_checksum(input_ids: np.ndarray) -> int:
+    """Ties an entry to its tokens, so that a drafter notices taps of other tokens than its row's. 32 bits."""
+    return zlib.crc32(np.ascontiguousarray(input_ids, dtype=np.int64).tobytes())
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class Schedule:
         return self.drafters * self.accumulation
 
     def _count_steps(self, epoch: int) -> int:
-        longest = max(len(self.delivery(epoch, node).micro_batches) for node in range(self.nodes))
+        longest = max(len(self.delivery(epoch, node)) for node in range(self.nodes))
         return -(-longest // self.micro_batches_per_step)
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -103,12 +110,11 @@ class Schedule:
         """What drafter ``drafter`` of ``node`` trains on in its ``index``-th micro-batch of ``step``."""
         epoch, within = self.locate(step)
         place = within * self.micro_batches_per_step + index * self.drafters + drafter
-        planned = self.delivery(epoch, node).micro_batches
-        if place >= len(planned):
+        delivery = self.delivery(epoch, node)
+        if place >= len(delivery):
             empty = np.empty(0, dtype=np.int64)
             return MicroBatchPlan(epoch, empty, empty)
-        rows, reuses = planned[place]
-        return MicroBatchPlan(epoch, rows, reuses)
+        return MicroBatchPlan(epoch, *delivery.micro_batch(place))
 
     def production(self, first_step: int, node: int) -> Iterator[ProductionBatch]:
         """The target batches of ``node`` from ``first_step`` to the end of the run, in order.
@@ -130,7 +136,15 @@ class Schedule:
 
     def _uses(self, epoch: int, node: int, first: int, stop: int) -> np.ndarray:
         """Deliveries of each row between two steps of an epoch, int array [rows]."""
-        per_step = self.micro_batches_per_step
-        planned = self.delivery(epoch, node).micro_batches[first * per_step : stop * per_step]
-        rows = np.concatenate([rows for rows, _ in planned]) if planned else np.empty(0, dtype=np.int64)
+        delivery = self.delivery(epoch, node)
+        begin, end = (min(step * self.micro_batches_per_step, len(delivery)) for step in (first, stop))
+        rows = delivery.rows[delivery.starts[begin] : delivery.starts[end]]
         return np.bincount(rows, minlength=len(self.lengths))
+
+    def peak_pages(self, page_tokens: int) -> int:
+        """The most ring pages that any node needs at once; a ring of fewer could deadlock."""
+        return max(
+            self.delivery(epoch, node).peak_pages(page_tokens, self.drafters)
+            for epoch in range(self.epochs)
+            for node in range(self.nodes)
+        )

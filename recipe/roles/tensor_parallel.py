@@ -19,6 +19,13 @@ def disable_shm_all_reduce() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def adopt_process_group() -> None:
+    """Makes DeepSpeed's communication layer adopt the default process group, if it has not; needed before any shard."""
+    disable_shm_all_reduce()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
 class _Cut:
     """A linear layer's local part, as the DeepSpeed constructors want it. ``bias`` may be None."""
 
@@ -123,8 +130,7 @@ def inference_engine(
     tp_size = 1 if group is None else dist.get_world_size(group)
     if tp_size == 1:
         return deepspeed.init_inference(model, dtype=dtype, replace_with_kernel_inject=False)
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    adopt_process_group()
     return deepspeed.init_inference(
         model,
         dtype=dtype,

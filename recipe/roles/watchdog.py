@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from recipe.roles import process
 from recipe.roles.role import Role
@@ -70,7 +70,12 @@ class Watchdog:
         with self._lock:
             self._progress_at = time.monotonic()
 
-    def abort(self, cause: str, code: int = 1) -> None:
+    def phases(self) -> dict[int, Report]:
+        """The last published phase of every rank that has one: phase, done, total, step."""
+        beats = {rank: self._store.peek(f"beat/{rank}") for rank in range(self.role.world_size)}
+        return {rank: beat for rank, beat in beats.items() if isinstance(beat, dict)}
+
+    def abort(self, cause: str, code: int = 1) -> NoReturn:
         """End the whole run because of this rank; does not return."""
         report: Report = {"rank": self.role.rank, "role": self.role.name, "cause": cause, "code": code}
         try:
@@ -166,7 +171,7 @@ class Watchdog:
         name = self._store.peek(f"name/{rank}") or f"rank {rank}"
         return self._store.abort({"rank": rank, "role": name, "cause": cause, "code": 1})
 
-    def _end(self, report: Report) -> None:
+    def _end(self, report: Report) -> NoReturn:
         """Say why, leave the stacks behind, take stuck siblings along, and go. Never returns."""
         if not self._ending.acquire(blocking=False):
             time.sleep(60)  # the other thread of this process is ending it already

@@ -83,3 +83,8 @@ def world_barrier() -> None:
 def leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """The process group of this role's world; None when it has one rank, which then needs no collective at all."""
+    return dist.group.WORLD if dist.get_world_size() > 1 else None

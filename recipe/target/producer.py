@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,15 +9,10 @@ import numpy as np
 import torch
 
 from recipe.data.rows import Rows
-from recipe.data.schedule import ProductionBatch, Schedule, entry_id
+from recipe.data.schedule import ProductionBatch, Schedule, entry_id, token_checksum
 from recipe.ring import Ring
 from recipe.target.capture import TapCapture
 from recipe.target.handoff import Handoff
-
-
-def token_checksum(input_ids: np.ndarray) -> int:
-    """Ties an entry to its tokens, so that a drafter notices taps of other tokens than its row's."""
-    return zlib.crc32(np.ascontiguousarray(input_ids, dtype=np.int64).tobytes())
 
 
 @dataclass

@@ -1,0 +1,141 @@
+"""The leader's desk: everything that is written or shown about a run, from its first second to its last."""
+
+from __future__ import annotations
+
+import time
+
+from recipe.drafter.checkpoint import folder_name
+from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.scene import Scene
+from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
+from recipe.telemetry.logline import TrainLog
+from recipe.telemetry.process import ProcessId
+from recipe.telemetry.provenance import collect
+from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
+from recipe.telemetry.status_writer import StatusWriter
+from recipe.telemetry.wandb_run import WandbRun
+
+
+class Desk:
+    """Opened before anything slow; told of the phases; closed by `finish`, or by the watchdog when a rank dies."""
+
+    def __init__(self, scene: Scene, run_dir: RunDir) -> None:
+        self.scene, self.run_dir = scene, run_dir
+        config = scene.config
+        write_atomic(run_dir.config_json, config.to_json())
+        self._nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
+        names = device_names(self._nvml) if self._nvml is not None else []
+        write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=names))
+        self.log = TrainLog(run_dir.train_log)
+        self.status = StatusWriter(
+            run_dir, scene.schedule.total_steps, [ProcessId.own(scene.role.rank, scene.role.kind)],
+            stall_after_s=float(config.dflash.ring.timeout_s),
+        )  # fmt: skip
+        scene.watchdog.on_end.append(self._on_end)
+        telemetry = config.dflash.telemetry
+        self.wandb = WandbRun(
+            run_dir, config.model_dump(mode="json"), config.dflash.run.name, telemetry.wandb.project, telemetry.wandb.mode
+        )
+        self._sampler = None
+        if self._nvml is not None:
+            self._sampler = GpuSampler(self._nvml, telemetry.interval_s, self.wandb.log_gpu)
+            self._sampler.start()
+        self.start_up = StartUp(scene.watchdog.phases, self.log, self.status)
+        self.start_up.start()
+        self.reporter: RunReporter | None = None
+        self._started = time.monotonic()
+        self.log.event(self._opening())
+
+    def _opening(self) -> str:
+        role, schedule, ours = self.scene.role, self.scene.schedule, self.scene.config.dflash
+        resumed = f", resumed at step {self.scene.first_step}" if self.scene.resume else ""
+        return (
+            f"run {ours.run.name}: {role.nodes} node(s) x ({role.replicas} target replica(s) of tp {role.tp} + "
+            f"{role.drafters_per_node} drafter(s)) on {self.scene.device.type}, {len(self.scene.rows)} rows, "
+            f"{schedule.epochs} epoch(s) x reuse {schedule.reuse} = {schedule.total_steps} steps{resumed}"
+        )
+
+    def fill(self) -> None:
+        """The drafters are ready and wait for the reservoir; the start-up display goes over to the ring's filling."""
+        self.start_up.stop()
+        ours, ring = self.scene.config.dflash, self.scene.ring
+        said = -1
+        deadline = time.monotonic() + ours.ring.timeout_s
+        while time.monotonic() < deadline:
+            stats = ring.stats()
+            ready = min(int(stats.ready_tokens / ours.data.token_budget), ours.ring.min_ready)
+            self.status.filling(ready, ours.ring.min_ready)
+            if ready != said:
+                said = ready
+                phases = self.scene.watchdog.phases().values()
+                loading = [p for p in phases if p["phase"].startswith("loading") and p["total"]]
+                extra = f" (target: {loading[0]['phase']} {loading[0]['done']}/{loading[0]['total']})" if loading else ""
+                self.log.event(f"filling {ready}/{ours.ring.min_ready}{extra}")
+            if ring.gate_is_open(ours.ring.min_ready * ours.data.token_budget):
+                return
+            self.scene.watchdog.tick()
+            time.sleep(0.5)
+
+    def train(self, first_step: int) -> RunReporter:
+        """Training starts now."""
+        schedule = self.scene.schedule
+        self.reporter = RunReporter(
+            self.run_dir,
+            self.scene.config,
+            self.log,
+            self.status,
+            self.scene.ring,
+            self.scene.device,
+            first_step=first_step,
+            steps=schedule.total_steps,
+            epoch_of=lambda step: schedule.locate(step)[0],
+            log_metrics=self.wandb.log,
+        )
+        return self.reporter
+
+    def diverged(self, message: str) -> None:
+        self.log.event(f"diverged: {message}; the newest checkpoint is kept")
+        self.status.diverged(self.scene.schedule.total_steps, message)
+
+    def finish(self) -> None:
+        """Export the trained drafter, write what the run came to, and close."""
+        from recipe.export_hf import export_checkpoint
+
+        assert self.reporter is not None
+        steps = self.scene.schedule.total_steps
+        self.status.phase("exporting")
+        export = export_checkpoint(self.run_dir.path, steps)
+        verdict = self.reporter.bottleneck()
+        last = self.reporter.last
+        summary = {
+            "steps": steps,
+            "final_loss": last.get("loss"),
+            "tau_est": last.get("tau_est"),
+            "bottleneck": verdict.bottleneck,
+            "target_wait_pct": round(verdict.target_wait_pct, 1),
+            "drafter_wait_pct": round(verdict.drafter_wait_pct, 1),
+            "seconds": round(time.monotonic() - self._started, 1),
+            "checkpoint": str(self.run_dir.checkpoints / folder_name(steps)),
+            "export": str(export),
+            "metrics": str(self.run_dir.metrics_jsonl),
+        }
+        write_json(self.run_dir.summary_json, summary)
+        self.log.event(f"over the whole run: {verdict.line()}")
+        self.log.event(f"done: {steps} steps, export in {export}")
+        self.status.done(f"{steps} steps, export in {export}")
+        self._close(0)
+
+    def _on_end(self, report: dict) -> None:
+        """The watchdog ends this process: say why in the files too."""
+        self.log.event(f"the run ends because of {report['role']}: {report['cause']}")
+        self.status.dead(report.get("rank"), report.get("role"), str(report.get("cause")))
+        self.status.close()
+
+    def _close(self, code: int) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+        self.wandb.finish(code)
+        if self.reporter is not None:
+            self.reporter.close()
+        self.status.close()
+        self.log.close()

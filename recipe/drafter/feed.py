@@ -1,0 +1,169 @@
+"""Micro-batches of one drafter rank: planned from the rows, filled from the ring, one ahead of the training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipe.config.schema import Noise
+from recipe.data.rows import Rows
+from recipe.data.schedule import Schedule, entry_id, token_checksum
+from recipe.drafter.anchors import EntryKey, plan_anchors
+from recipe.drafter.batch import HostLayout, MicroBatch, Tokens, assemble, blank
+from recipe.drafter.noise import add_noise
+from recipe.errors import RunError
+from recipe.ring import Ring
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A micro-batch before its taps are there: enough for its weight. Empty for a rank that has no data left."""
+
+    sequences: list[Tokens]
+    anchors: list[np.ndarray]
+    host: HostLayout
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sequence.input_ids) for sequence in self.sequences)
+
+
+class Feed:
+    """Args:
+    place: (node, index of this drafter on its node).
+    taps: number of taps; ``last_hidden``: whether the ring carries one more stream for soft labels.
+    slots: pad every micro-batch to this many blocks (static shapes on a GPU), or None.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rows: Rows,
+        ring: Ring,
+        place: tuple[int, int],
+        *,
+        taps: int,
+        last_hidden: bool,
+        max_anchors: int,
+        slots: int | None,
+        noise: Noise,
+        seed: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.schedule, self.rows, self.ring, self.place = schedule, rows, ring, place
+        self.taps, self.last_hidden = taps, last_hidden
+        self.max_anchors, self.slots, self.noise, self.seed = max_anchors, slots, noise, seed
+        self.device, self.timeout_s = device, timeout_s
+        self.waited_s = 0.0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._next: tuple[int, int, Future[MicroBatch]] | None = None
+        self._plans: dict[int, list[Planned]] = {}
+
+    def plan(self, step: int) -> list[Planned]:
+        """The accumulation's micro-batches of this rank, from the rows alone: no tap is needed to weigh them."""
+        if step not in self._plans:
+            self._plans = {key: value for key, value in self._plans.items() if key >= step - 1}
+            self._plans[step] = [self._plan(step, index) for index in range(self.schedule.accumulation)]
+        return self._plans[step]
+
+    def _plan(self, step: int, index: int) -> Planned:
+        planned = self.schedule.micro_batch(step, *self.place, index)
+        sequences = [
+            Tokens(EntryKey(planned.epoch, int(row), int(reuse)), *self.rows[int(row)])
+            for row, reuse in zip(planned.rows, planned.reuses, strict=True)
+        ]
+        masks = [sequence.loss_mask for sequence in sequences]
+        anchors = plan_anchors(masks, [sequence.key for sequence in sequences], self.max_anchors, self.seed)
+        mask = np.concatenate(masks) if masks else np.zeros(0, bool)
+        return Planned(sequences, anchors, HostLayout.build([len(m) for m in masks], anchors, mask, self.slots))
+
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        """The micro-batches of ``step`` in order, on the device; the one after is read meanwhile."""
+        for index in range(self.schedule.accumulation):
+            started = time.monotonic()
+            batch = self._start(step, index).result()
+            self.waited_s += time.monotonic() - started
+            if self._stream is not None:
+                self._adopt(batch)
+            following = (step, index + 1) if index + 1 < self.schedule.accumulation else (step + 1, 0)
+            if following[0] < self.schedule.total_steps:
+                self._start(*following)
+            yield batch
+
+    def _start(self, step: int, index: int) -> Future[MicroBatch]:
+        if self._next is None or self._next[:2] != (step, index):
+            self._next = (step, index, self._ahead.submit(self._fill, step, index))
+        return self._next[2]
+
+    def _adopt(self, batch: MicroBatch) -> None:
+        """The tensors were written on the copy stream: order them before the compute, and tell the allocator."""
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for tensor in [*batch.taps, batch.input_ids, batch.position_ids, batch.document_ids, batch.loss_mask,
+                       batch.anchors, batch.keep, *([] if batch.last_hidden is None else [batch.last_hidden])]:  # fmt: skip
+            tensor.record_stream(current)
+
+    def _fill(self, step: int, index: int) -> MicroBatch:
+        with torch.cuda.stream(self._stream):  # no effect for None
+            planned = self.plan(step)[index]
+            spec = self.ring.spec
+            if not planned.sequences:
+                return blank(
+                    self.taps, spec.hidden, last_hidden=self.last_hidden, dtype=spec.torch_dtype, device=self.device
+                )
+            streams = [
+                torch.empty(planned.tokens, spec.hidden, dtype=spec.torch_dtype, device=self.device)
+                for _ in range(spec.streams)
+            ]
+            self._read(planned, streams)
+            taps, last = streams[: self.taps], streams[self.taps] if self.last_hidden else None
+            keys = [sequence.key for sequence in planned.sequences]
+            progress = step / max(self.schedule.total_steps - 1, 1)
+            add_noise(taps, planned.host.spans, keys, self.noise, progress, self.seed)
+            return assemble(
+                np.concatenate([sequence.input_ids for sequence in planned.sequences]),
+                planned.host.loss_mask,
+                [len(sequence.input_ids) for sequence in planned.sequences],
+                planned.anchors,
+                taps,
+                last,
+                self.slots,
+            )
+
+    def _read(self, planned: Planned, streams: list[Tensor]) -> None:
+        """Copy every entry's pages into the packed row; leases go back only when the copies have completed."""
+        leases = []
+        for sequence, (start, stop) in zip(planned.sequences, planned.host.spans, strict=True):
+            key = sequence.key
+            lease = self.ring.lease(entry_id(key.epoch, key.row), key.reuse, self.timeout_s)
+            if lease.n_tokens != stop - start or lease.checksum != token_checksum(sequence.input_ids):
+                raise RunError(
+                    f"ring entry of row {key.row}, epoch {key.epoch} holds {lease.n_tokens} tokens "
+                    f"(checksum {lease.checksum:08x}); the row has {stop - start} and other tokens"
+                )
+            leases.append(lease)
+            self._copy(lease.pages, start, stop, streams)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for lease in leases:
+            self.ring.release(lease)
+
+    def _copy(self, pages: tuple[int, ...] | list[int], start: int, stop: int, streams: list[Tensor]) -> None:
+        size = self.ring.spec.page_tokens
+        for place, page in enumerate(pages):
+            begin = start + place * size
+            end = min(begin + size, stop)
+            for index, stream in enumerate(streams):
+                stream[begin:end].copy_(self.ring.pages[page, index, : end - begin], non_blocking=True)
+
+    def close(self) -> None:
+        self._ahead.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,136 @@
+"""What a drafter rank does: build the drafter and its engine, wait for the reservoir, train through the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe.config import RunConfig
+from recipe.drafter.checkpoint import Checkpoints
+from recipe.drafter.config import DrafterConfig
+from recipe.drafter.desk import Desk
+from recipe.drafter.feed import Feed
+from recipe.drafter.init_from import load_drafter
+from recipe.drafter.model import DFlashDrafter
+from recipe.drafter.objective import Objective
+from recipe.drafter.reporter import SilentReporter
+from recipe.drafter.trainer import Diverged, Trainer
+from recipe.roles.engine import build_engine
+from recipe.scene import Scene
+from recipe.telemetry.run_dir import RunDir
+from recipe.weights import Checkpoint
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint belongs to; a resume with other values is refused."""
+    ours = config.dflash
+    return {
+        "dflash.target.path": ours.target.path,
+        "dflash.target.target_layer_ids": list(ours.target.target_layer_ids or []),
+        "dflash.drafter.block_size": ours.drafter.block_size,
+        "dflash.drafter.mask_token_id": ours.drafter.mask_token_id,
+        "dflash.data.path": ours.data.path,
+        "dflash.data.token_budget": ours.data.token_budget,
+        "dflash.run.seed": ours.run.seed,
+        "dflash.ring.reuse": ours.ring.reuse,
+        "micro-batches of a step": config.global_micro_batches(),
+    }
+
+
+def run_drafter(scene: Scene, run_dir: RunDir | None) -> None:
+    """From the agreed scene to the last checkpoint. ``run_dir`` is the leader's, None elsewhere."""
+    desk = Desk(scene, run_dir) if run_dir is not None else None
+    embedding, head = _frozen(scene)
+    engine = _engine(scene)
+    checkpoints = Checkpoints(
+        scene.run_path / "checkpoints", engine.module.config, identity(scene.config),
+        scene.config.dflash.run.keep, scene.role.is_leader,
+    )  # fmt: skip
+    if scene.resume:
+        checkpoints.restore(engine, scene.first_step)
+    feed = _feed(scene)
+    scene.watchdog.progress("filling")
+    if desk is not None:
+        desk.fill()
+    scene.ring.wait_ready(_gate_tokens(scene), float(scene.config.dflash.ring.timeout_s))
+    run = scene.config.dflash.run
+    trainer = Trainer(
+        engine,
+        feed,
+        Objective(scene.config.dflash.objective, scene.config.dflash.drafter.block_size),
+        embedding,
+        head,
+        checkpoints,
+        desk.train(scene.first_step) if desk is not None else SilentReporter(),
+        scale=scene.config.global_micro_batches(scene.role.nodes),
+        log_every=run.log_every,
+        save_every=run.save_every,
+        max_skipped=run.max_skipped_steps,
+        moved=lambda step, steps: scene.watchdog.progress("training", step, steps, step),
+    )
+    try:
+        trainer.run(scene.first_step)
+    except Diverged as error:
+        if desk is not None:
+            desk.diverged(str(error))
+        raise
+    feed.close()
+    if desk is not None:
+        desk.finish()
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
+    """The target's embedding and head, [V, H] each, outside the engine; one tensor when they are tied."""
+    scene.watchdog.progress("loading embedding and head")
+    target = scene.config.dflash.target
+    checkpoint = Checkpoint(target.path, target.revision)
+    dtype = compute_dtype(scene.config)
+    embedding = checkpoint.embedding(scene.device).to(dtype)
+    head = embedding if checkpoint.tied else checkpoint.head(scene.device).to(dtype)
+    checkpoint.close()
+    return embedding, head
+
+
+def _engine(scene: Scene) -> Any:
+    """The drafter under ZeRO. Weights are the same on every rank: drawn from the seed, or read from init_from."""
+    scene.watchdog.progress("building the drafter")
+    ours = scene.config.dflash
+    mask_id = ours.drafter.mask_token_id
+    assert mask_id is not None, "resolve() fills it"
+    config = DrafterConfig.build(ours.drafter, scene.shape, scene.taps, mask_id)
+    module = DFlashDrafter(config, ours.drafter.attention).initialize(ours.run.seed)
+    if ours.drafter.init_from is not None:
+        _, weights = load_drafter(ours.drafter.init_from, config)
+        module.load_state_dict(weights)
+    steps = scene.schedule.total_steps
+    settings = scene.config.deepspeed_dict(steps, scene.config.warmup_steps(steps))
+    return build_engine(module.to(scene.device), settings)
+
+
+def _feed(scene: Scene) -> Feed:
+    ours = scene.config.dflash
+    on_gpu = scene.device.type == "cuda"
+    return Feed(
+        scene.schedule,
+        scene.rows,
+        scene.ring,
+        (scene.role.node, scene.role.index),
+        taps=len(scene.taps),
+        last_hidden=scene.soft_labels,
+        max_anchors=ours.drafter.max_anchors,
+        slots=ours.drafter.max_anchors if on_gpu else None,
+        noise=ours.objective.noise,
+        seed=ours.run.seed,
+        device=scene.device,
+        timeout_s=float(ours.ring.timeout_s),
+    )
+
+
+def _gate_tokens(scene: Scene) -> int:
+    return scene.config.dflash.ring.min_ready * scene.config.dflash.data.token_budget

@@ -1,0 +1,50 @@
+"""What every rank knows once the run has been agreed on; the argument of both roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recipe.config import RunConfig
+from recipe.data.rows import Rows
+from recipe.data.schedule import Schedule
+from recipe.ring import Ring
+from recipe.roles.role import Role
+from recipe.roles.store import ControlStore
+from recipe.roles.watchdog import Watchdog
+from recipe.shapes import TargetShape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Scene:
+    """What every rank knows once the run has been agreed on."""
+
+    role: Role
+    config: RunConfig
+    shape: TargetShape
+    device: torch.device
+    rows: Rows
+    schedule: Schedule
+    ring: Ring
+    watchdog: Watchdog
+    store: ControlStore
+    run_path: Path
+    first_step: int
+    resume: bool
+
+    @property
+    def taps(self) -> list[int]:
+        return list(self.config.dflash.target.target_layer_ids or [])
+
+    @property
+    def soft_labels(self) -> bool:
+        return self.config.dflash.objective.soft_labels
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """Of the target and of the taps in the ring."""
+        return DTYPES[self.config.dflash.target.dtype]

@@ -1,0 +1,141 @@
+"""Check a run's JSON, then launch it with DeepSpeed and see it through.
+
+    python -m recipe train CONFIG                       one node: this one
+    python -m recipe train CONFIG --hostfile hostfile   the hosts of the file
+    python -m recipe train CONFIG --check               resolve, size, one dry step on the real layout, nothing written
+    python -m recipe train CONFIG --check --no-model    resolve and size only; needs neither weights, data nor GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from recipe.config import RunConfig, load_config
+from recipe.errors import ConfigError
+
+TRAIN_SCRIPT = Path(__file__).with_name("train.py")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="JSON of the run, for example ds_configs/demo.json")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one key, for example dflash.ring.reuse=2; may be repeated")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue the run's newest checkpoint")
+    parser.add_argument("--replace", action="store_true", help="set an older run of this name aside and start anew")
+    parser.add_argument("--check", action="store_true", help="resolve, size and try one step; write nothing")
+    parser.add_argument("--no-model", action="store_true", help="with --check: neither weights, data nor GPUs needed")
+    parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots for several nodes (default: this machine)")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="control port of rank 0 (default: a free one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.no_model and not args.check:
+        raise ConfigError("--no-model", True, "only goes with --check", "add --check")
+    config = load_config(args.config, args.overrides)
+    hosts = _hosts(args.hostfile, config)
+    resolved = _resolve_and_check(config, args, max(len(hosts), 1))
+    if args.check and args.no_model:
+        return 0
+    code = _launch(_command(args, config, hosts))
+    if code == 0 and not args.check:
+        code = _confirm_done(resolved)
+    return code
+
+
+def _resolve_and_check(config: RunConfig, args: argparse.Namespace, nodes: int) -> RunConfig:
+    from recipe.config.checks import check
+    from recipe.config.derive import resolve
+
+    resolved = resolve(config)
+    fresh = args.replace or args.check
+    notes = check(resolved, nodes=nodes, model=not args.no_model, resume=None if fresh else args.resume)
+    if args.check:
+        from recipe.config.describe import describe
+
+        print(describe(resolved, notes), flush=True)
+    return resolved
+
+
+def _hosts(hostfile: str | None, config: RunConfig) -> list[str]:
+    if hostfile is None:
+        return []
+    from recipe.config.hostfile import read_hostfile
+
+    slots = read_hostfile(hostfile)
+    wanted = len(config.dflash.layout.target_gpus) + len(config.dflash.layout.drafter_gpus)
+    for host, count in slots.items():
+        if count != wanted:
+            raise ConfigError(
+                "hostfile", f"{host} slots={count}", f"the layout needs {wanted} slots on every host", f"slots={wanted}"
+            )
+    return list(slots)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> list[str]:
+    layout = config.dflash.layout
+    launcher = [str(Path(sys.executable).with_name("deepspeed"))]
+    if nodes:
+        launcher += ["--hostfile", args.hostfile]
+        if args.master_port:
+            launcher += ["--master_port", str(args.master_port)]
+    else:
+        ranks = len(layout.target_gpus) + len(layout.drafter_gpus)
+        # A path that exists nowhere: DeepSpeed would otherwise take /job/hostfile of the machine, unasked.
+        launcher += ["--hostfile", os.devnull + ".none", "--num_gpus", str(ranks)]
+        launcher += ["--master_addr", "127.0.0.1", "--master_port", str(args.master_port or free_port())]
+    script = [str(TRAIN_SCRIPT), "--deepspeed_config", str(Path(args.config))]
+    for override in args.overrides:
+        script += ["--set", override]
+    script += ["--resume"] * args.resume + ["--replace"] * args.replace + ["--dry-run"] * args.check
+    return launcher + script
+
+
+def _launch(command: list[str]) -> int:
+    """Run the launcher; an interrupt or SIGTERM here ends the whole run, and so does our own death."""
+    from recipe.roles.process import die_with_parent
+
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+
+    def forward(signum: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            runner.send_signal(signum)
+
+    previous = signal.signal(signal.SIGTERM, forward)
+    try:
+        while True:
+            try:
+                code = runner.wait()
+                break
+            except KeyboardInterrupt:
+                continue  # the terminal sent it to the ranks too; they end the run and say so
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return code if code >= 0 else 128 - code
+
+
+def _confirm_done(config: RunConfig) -> int:
+    """A launcher that was killed lets the runner end with 0: only the run itself can say that it is done."""
+    from recipe.telemetry.run_dir import RunDir
+    from recipe.telemetry.status import read_status
+
+    run_dir = RunDir.open(Path(config.dflash.run.output_dir) / config.dflash.run.name)
+    status = read_status(run_dir)
+    if status.state == "DONE":
+        return 0
+    print(f"error: the launcher ended, but the run is {status.state}: {status.message}", file=sys.stderr)
+    return 1
