@@ -15,8 +15,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     """Slots by host, in the file's order.
 
     Empty lines, ``#`` comments (also behind an entry) and CRLF line ends are fine. Raises ConfigError with the line
-    number for a line that is no entry, for 0 slots, a host that occurs twice and a number of slots that differs from the
-    first host's (the launcher rotates local ranks then); and for a file that is missing or names no host.
+    number for a line that is no entry, for 0 slots, a host that occurs twice and a number of slots other than the first
+    host's (the launcher rotates local ranks then); and for a file that is missing or names no host.
     """
     file = Path(path).expanduser()
     if not file.is_file():
