@@ -1,0 +1,53 @@
+"""Plain decoding, one target forward for each token: what speculative decoding must reproduce."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from recipe.decode.cache import TargetSession
+from recipe.decode.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class PlainResult:
+    """``tokens`` after the prompt (an end token included), forwards of the target, seconds after the prefill."""
+
+    tokens: list[int]
+    target_forwards: int
+    decode_seconds: float
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a monotonic clock, after all work queued on ``device`` has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def plain_generate(
+    target: nn.Module,
+    prompt_ids: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    *,
+    stop_ids: Collection[int] = (),
+    seed: int = 0,
+    head: torch.Tensor | None = None,
+) -> PlainResult:
+    """Decode after ``prompt_ids`` int64 [P ≥ 1] until a stop id or ``max_new_tokens`` ≥ 1 tokens."""
+    sampler = Sampler(temperature, seed)
+    with TargetSession(target, [], head) as session:
+        result = session.prefill(prompt_ids)
+        began = now(prompt_ids.device)
+        tokens = [int(sampler(result.logits, len(prompt_ids))[0])]
+        while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
+            result = session.extend(prompt_ids.new_tensor(tokens[-1:]))
+            session.keep(1)
+            tokens.append(int(sampler(result.logits, len(prompt_ids) + len(tokens))[0]))
+        return PlainResult(tokens, len(tokens), now(prompt_ids.device) - began)

@@ -1,0 +1,35 @@
+"""Choosing tokens from logits, so that a choice depends on its position and not on who asks for it."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Sampler:
+    """Greedy at temperature 0, else a sample of softmax(logits / temperature).
+
+    The random numbers belong to (seed, absolute position). So plain and speculative decoding with the same seed
+    draw the same token from the same distribution, and their outputs can be compared token by token at any temperature.
+    """
+
+    def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
+        if temperature < 0:
+            raise ValueError(f"temperature {temperature} is negative")
+        self.temperature, self.seed = temperature, seed
+
+    def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Tokens int64 [n] for ``logits`` [n, V], where row i decides the token at absolute ``position + i``."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+        generator = torch.Generator(device=logits.device)
+        waits = torch.empty_like(probabilities)
+        for row in range(len(logits)):
+            # Spread the pairs (seed, position) over 63 bits: neighbours must not share a stream.
+            mixed = (
+                self.seed * 0x9E3779B97F4A7C15 + (position + row) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB
+            ) % 2**63
+            generator.manual_seed(mixed)
+            waits[row].exponential_(generator=generator)
+        # The first of exponential clocks with rates p rings for token v with probability p_v. A draw may round to zero.
+        return (probabilities / waits.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
