@@ -12,6 +12,7 @@ Symbols: C context rows, A blocks, B rows of a block, N query heads, M key/value
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class EagerAttention:
         b, starts = seen.block_size, seen.lower
         cuts = [0, *(np.flatnonzero(starts[1:] != starts[:-1]) + 1).tolist(), len(starts)]
         rows, counts, chunks, covered = [], [], [], 0
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in itertools.pairwise(cuts):
             stop = max(int(seen.upper[first:last].max()), covered) if last > first else covered
             rows.append(stop - covered)
             counts.append((last - first) * b)

@@ -98,7 +98,9 @@ class MicroBatch:
         names = ("input_ids", "position_ids", "document_ids", "loss_mask", "anchors", "keep")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         last = None if self.last_hidden is None else self.last_hidden.to(device, dtype, non_blocking=True)
-        return replace(self, taps=[t.to(device, dtype, non_blocking=True) for t in self.taps], last_hidden=last, **moved)
+        return replace(
+            self, taps=[t.to(device, dtype, non_blocking=True) for t in self.taps], last_hidden=last, **moved
+        )
 
 
 def pack(
@@ -136,7 +138,8 @@ def assemble(
 ) -> MicroBatch:
     """A micro-batch with given document-local anchors (one array a document). Raises ValueError on unequal lengths."""
     rows = sum(lengths)
-    if any(len(x) != rows for x in (input_ids, loss_mask, *taps)) or (last_hidden is not None and len(last_hidden) != rows):
+    features = [*taps, *([] if last_hidden is None else [last_hidden])]
+    if any(len(x) != rows for x in (input_ids, loss_mask, *features)):
         raise ValueError(f"a packed row of {rows} tokens needs as many ids, mask values and feature rows")
     host = HostLayout.build(lengths, anchors, loss_mask, slots)
     device = taps[0].device

@@ -19,9 +19,12 @@ CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**22}
 
 
 class RowLosses(NamedTuple):
-    """Per row, [R], fp32 (float64 for float64 inputs). ``cross_entropy``: -log p(label). ``mixed``: the share s of KL to
-    the teacher plus 1 - s of cross-entropy (equal to cross_entropy without a teacher). ``correct``: the label is the
-    most likely token (0 or 1). ``entropy``: of the teacher, or None."""
+    """Per row, [R], fp32 (float64 for float64 inputs).
+
+    ``cross_entropy``: -log p(label). ``mixed``: the share s of KL to the teacher plus 1 - s of cross-entropy (equal to
+    cross_entropy without a teacher). ``correct``: the label is the most likely token (0 or 1). ``entropy``: of the
+    teacher, or None.
+    """
 
     cross_entropy: Tensor
     mixed: Tensor
@@ -164,5 +167,5 @@ def _distribution(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def _row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Sum over the vocabulary of left * right, [n], without a third [n, V]."""
-    return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
+    """Sum over the vocabulary of left * right, [n]. Not a matmul: its running sum loses 1e-4 over 248,320 terms."""
+    return (left * right).sum(1)

@@ -1,4 +1,4 @@
-"""Noise on the taps: a drafter that has only seen exact features is brittle. Seeded per entry, annealed over the run."""
+"""Noise on the taps: a drafter that has only seen exact features is brittle. Seeded per entry, annealed."""
 
 from __future__ import annotations
 

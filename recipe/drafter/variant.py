@@ -32,7 +32,7 @@ class BlockTargets:
 
 
 class Variant(Protocol):
-    """Training: ``targets``. Decoding: ``drafts_per_block`` and ``draft``. Export: ``architecture``, ``own_tensors``."""
+    """Training: ``targets``. Decoding: ``drafts_per_block``, ``draft``. Export: ``architecture``, ``own_tensors``."""
 
     architecture: str
     own_tensors: tuple[str, ...]
