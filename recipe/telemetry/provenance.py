@@ -31,8 +31,9 @@ PACKAGES = (
     "nvidia-ml-py",
 )
 _ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials"}
-_AS_LAST_WORD = {"token", "tokens", "key", "keys", "auth", "authorization", "cookie"}
-_JOINED = re.compile(r"(apikey|secretkey|accesskey|authtoken|accesstoken|hftoken|password|secret)s?$")
+# Not "tokens": in this trade that is a count.
+_AS_LAST_WORD = {"token", "key", "keys", "auth", "authorization", "cookie"}
+_JOINED = re.compile(r"(apikey|secretkey|accesskey|authtoken|accesstoken|apitoken|hftoken|password|secret)s?$")
 # A tokenizer's vocabulary speaks of tokens too; none of these holds a secret.
 _VOCABULARY = {"mask", "pad", "eos", "bos", "unk", "sep", "cls", "image", "special", "added", "additional"}
 _IN_TEXT = (
