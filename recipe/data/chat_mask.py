@@ -1,0 +1,283 @@
+"""Token ids and the exact loss mask of one sample, for any chat template, by construction.
+
+Supervised is what the target itself would generate when it is served: the template renders the messages before an
+answer with its generation prompt (P), then with the answer (F). F continues P; what it adds, up to and including the
+end-of-turn token, was generated. Nothing is searched for in the text, so what users write cannot become supervised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from recipe.data.conversation import Chat, Pair, Sample, Text, Tokens
+from recipe.data.report import Drop
+from recipe.data.tokenizer import special_strings, stop_ids
+
+_PROBE = "zqanswerqz"
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclass
+class Sequence:
+    """One row of the output: ids int32 [T] and mask bool [T]."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+@dataclass
+class Masked:
+    """All sequences of one sample, with what happened to single turns of it."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    turns: list[Drop] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An answer as it is served: ``prompt`` + ``answer`` opens ``full``, the rendering that ends with this turn."""
+
+    prompt: str
+    answer: str
+    full: str
+
+
+class ChatMask:
+    """Masks samples for one tokenizer. ``model_path``: where a generation_config.json may name further stop tokens."""
+
+    def __init__(self, tokenizer: Any, model_path: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
+        self.template = _default_template(tokenizer)
+        self.vocabulary = len(tokenizer)
+        special = sorted(special_strings(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._added = set(tokenizer.added_tokens_decoder)
+        self._switches = [name for name in _SWITCHES if re.search(rf"\b{name}\b", self.template)]
+        self._suffix, self._ending = self._end_of_turn()
+        self.stops = stop_ids(tokenizer, model_path)
+        if self._ending and self._special and (found := self._special.search(self._ending)):
+            self.stops.add(tokenizer.convert_tokens_to_ids(found.group()))
+
+    def mask(self, sample: Sample, max_seq_len: int) -> Masked:
+        """Sequences of at most ``max_seq_len`` tokens that each hold an anchor: two consecutive supervised tokens.
+
+        Raises Drop when nothing of the sample can be used; single unusable turns are listed in the result.
+        """
+        if isinstance(sample, Chat):
+            out = self._chat(sample)
+        else:
+            out = Masked([self._tokens(sample) if isinstance(sample, Tokens) else self._plain(sample)])
+        kept = []
+        for sequence in out.sequences:
+            try:
+                kept.append(_fit(sequence, max_seq_len, out.notes))
+            except Drop as drop:
+                out.turns.append(drop)
+        out.sequences = kept
+        if not kept:
+            raise out.turns[0] if out.turns else Drop("no_answer")
+        return out
+
+    # ---- chats
+
+    def _chat(self, chat: Chat) -> Masked:
+        if not self.template:
+            raise Drop("no_chat_template")
+        out, turns = Masked(), []
+        for index, message in enumerate(chat.messages):
+            if message["role"] == "assistant":
+                try:
+                    turns.append(self._turn(chat, index, out.notes))
+                except Drop as drop:
+                    out.turns.append(drop)
+        while turns:  # from the last turn back: one sequence covers every earlier turn that it shows as served
+            last = turns[-1]
+            shown = [t for t in turns if last.full.startswith(t.prompt + t.answer)]
+            turns = [t for t in turns if t not in shown]
+            out.sequences += self._sequences(last, shown, out)
+        out.sequences.reverse()
+        if len(out.sequences) > 1:
+            out.notes["conversations split into one sequence per served turn"] += 1
+        return out
+
+    def _turn(self, chat: Chat, index: int, notes: Counter[str]) -> _Turn:
+        messages = chat.messages[: index + 1]
+        full = self._render(messages, chat.tools)
+        prompts = {self._render(messages[:-1], chat.tools, **extra) for extra in self._prompt_arguments()}
+        fitting = [p for p in prompts if full.startswith(p)]
+        if not fitting:
+            raise Drop("template_contradicts_prompt", f"turn {index}")
+        # The longest: with thinking off, a prompt supplies the empty think tags that an answer without thought shows.
+        prompt = max(fitting, key=len)
+        answer = self._generated(full[len(prompt) :])
+        thought = messages[-1].get("reasoning_content")
+        if thought and thought.strip() not in full:
+            notes["reasoning that the template does not render"] += 1
+        if not answer:
+            raise Drop("template_contradicts_prompt", f"turn {index}: the template renders nothing for it")
+        return _Turn(prompt, answer, full)
+
+    def _prompt_arguments(self) -> list[dict[str, Any]]:
+        switched = [{name: value} for name in self._switches for value in (False, True)]
+        return [{"add_generation_prompt": True, **extra} for extra in [{}, *switched]]
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **arguments: Any) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            raise Drop("template_refused", f"{type(error).__name__}: {error}"[:200]) from error
+        return _encodable(text)
+
+    def _end_of_turn(self) -> tuple[str, str]:
+        """(what the template prints after an answer, the part of it that the target generates), from a probe."""
+        if not self.template:
+            return "", ""
+        try:
+            turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+            suffix = self._render(turns, None).rpartition(_PROBE)[2]
+        except Drop:
+            return "", ""
+        found = self._special.search(suffix) if self._special else None
+        # Without a control token the end is text: the target writes it, but not the white space before the next turn.
+        return suffix, suffix[: found.end()] if found else suffix.rstrip()
+
+    def _generated(self, tail: str) -> str:
+        """The generated part of what a rendered answer adds to its prompt."""
+        if self._suffix and tail.endswith(self._suffix):
+            return tail[: len(tail) - len(self._suffix) + len(self._ending)]
+        ends = [m.end() for m in self._special.finditer(tail)] if self._special else []  # ends otherwise: a tool call
+        return tail[: ends[-1]] if ends and not tail[ends[-1] :].strip() else tail.rstrip()
+
+    # ---- text to tokens
+
+    def _sequences(self, last: _Turn, shown: list[_Turn], out: Masked) -> list[Sequence]:
+        """The tokens of ``last.full`` with the answers of all ``shown`` turns supervised. A turn whose prompt's tokens
+        would merge with its answer gets its own sequence, tokenised as served: first the prompt, then the answer."""
+        encoding = self.backend.encode(last.full, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        starts = np.maximum.accumulate(np.array([start for start, _ in encoding.offsets], dtype=np.int64))
+        mask = np.zeros(len(ids), dtype=bool)
+        apart = []
+        for turn in shown:
+            first = int(np.searchsorted(starts, len(turn.prompt)))
+            stop = int(np.searchsorted(starts, len(turn.prompt) + len(turn.answer)))
+            if self._clean_cut(ids, starts, first, turn.prompt):
+                self._supervise(ids, mask, first, stop, out.notes)
+            else:
+                apart.append(turn)
+        sequences = [Sequence(ids, mask)] if len(apart) < len(shown) else []
+        for turn in apart:
+            try:
+                sequences.append(self._served(turn.prompt, turn.answer, out.notes))
+            except Drop as drop:
+                out.turns.append(drop)
+        return sequences[::-1]
+
+    def _clean_cut(self, ids: np.ndarray, starts: np.ndarray, first: int, prompt: str) -> bool:
+        """Whether tokenising ``prompt`` alone gives exactly ``ids[:first]``. Added tokens divide the text before any
+        merging, so comparing from the last one before the cut is the same as comparing everything."""
+        origin = first - 1
+        while origin > 0 and int(ids[origin]) not in self._added:
+            origin -= 1
+        origin = max(origin, 0)
+        at = int(starts[origin]) if origin else 0
+        return self.backend.encode(prompt[at:], add_special_tokens=False).ids == ids[origin:first].tolist()
+
+    def _served(self, prompt: str, answer: str, notes: Counter[str], open_text: bool = False) -> Sequence:
+        """Prompt and answer tokenised apart, as a server does it. ``open_text``: with the tokenizer's own BOS."""
+        opened = self.backend.encode(prompt, add_special_tokens=False).ids
+        whole = self.backend.encode(prompt + answer, add_special_tokens=False).ids
+        joint = whole[: len(opened)] == opened
+        added = whole[len(opened) :] if joint else self._continued(opened, answer, whole)
+        if open_text:
+            opened = self._with_bos(prompt, opened)
+        ids = np.array(opened + added, dtype=np.int32)
+        mask = np.zeros(len(ids), dtype=bool)
+        self._supervise(ids, mask, len(opened), len(ids), notes)
+        return Sequence(ids, mask)
+
+    def _continued(self, opened: list[int], answer: str, whole: list[int]) -> list[int]:
+        """The ids of ``answer`` in the middle of a text: some tokenizers mark the start of a text with a space."""
+        wanted = self._decode(whole)
+        added = self.backend.encode(answer, add_special_tokens=False).ids
+        choices = [added, added[1:]]
+        if self._special and (mark := self.tokenizer.eos_token or next(iter(self.tokenizer.all_special_tokens), None)):
+            choices.append(self.backend.encode(mark + answer, add_special_tokens=False).ids[1:])
+        for choice in choices:
+            if choice and self._decode(opened + choice) == wanted:
+                return choice
+        raise Drop("answer_not_separable")
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+    def _supervise(self, ids: np.ndarray, mask: np.ndarray, first: int, stop: int, notes: Counter[str]) -> None:
+        """Supervise ids[first:stop], but nothing after a stop token: generation would have ended there."""
+        ended = np.isin(ids[first : stop - 1], list(self.stops)).nonzero()[0]
+        if len(ended):
+            stop = first + int(ended[0]) + 1
+            notes["answers that contain a stop token (not supervised after it)"] += 1
+        mask[first:stop] = True
+
+    # ---- other kinds
+
+    def _plain(self, sample: Pair | Text) -> Sequence:
+        if isinstance(sample, Pair):
+            prompt, completion = _encodable(sample.prompt), _encodable(sample.completion)
+            return self._served(prompt, completion, Counter(), open_text=True)
+        bare = self.backend.encode(_encodable(sample.text), add_special_tokens=False).ids
+        ids = np.array(self._with_bos(sample.text, bare), dtype=np.int32)
+        mask = np.ones(len(ids), dtype=bool)
+        mask[0] = False  # the first token is always given; a BOS is never generated
+        return Sequence(ids, mask)
+
+    def _with_bos(self, text: str, bare: list[int]) -> list[int]:
+        """``bare`` with the tokenizer's own opening (a BOS), unless the text brings it along. No closing is added."""
+        full = self.backend.encode(text, add_special_tokens=True).ids
+        at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
+        return bare if bare[: at or 1] == full[:at] or not at else full[:at] + bare
+
+    def _tokens(self, sample: Tokens) -> Sequence:
+        if min(sample.input_ids) < 0 or max(sample.input_ids) >= self.vocabulary:
+            raise Drop("bad_tokens", f"ids must be in 0 … {self.vocabulary - 1}")
+        return Sequence(np.array(sample.input_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
+
+
+def _default_template(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    return template or ""
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Drop("lone_surrogate", f"at character {error.start}") from error
+    return text
+
+
+def has_anchor(mask: np.ndarray) -> bool:
+    """Whether two consecutive tokens are supervised: the first can be an anchor, the second its label."""
+    return bool((mask[1:] & mask[:-1]).any())
+
+
+def _fit(sequence: Sequence, max_seq_len: int, notes: Counter[str]) -> Sequence:
+    if not has_anchor(sequence.loss_mask):
+        raise Drop("too_few_supervised", f"{int(sequence.loss_mask.sum())} supervised tokens")
+    if len(sequence.input_ids) <= max_seq_len:
+        return sequence
+    first = int(sequence.loss_mask.argmax())
+    cut = Sequence(sequence.input_ids[:max_seq_len], sequence.loss_mask[:max_seq_len])
+    if not has_anchor(cut.loss_mask):
+        raise Drop("answer_after_max_seq_len", f"the answer begins at token {first} of {len(sequence.input_ids)}")
+    notes["sequences truncated at max_seq_len"] += 1
+    return cut

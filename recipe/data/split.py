@@ -1,0 +1,58 @@
+"""The held-out split: a pure function of content and seed, so it does not change when rows are added elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from recipe.data.hashing import hash64, key_of
+from recipe.errors import ConfigError
+
+_STREAM = 11
+
+
+def heldout_mask(table: pa.Table, holdout: float, seed: int) -> np.ndarray:
+    """bool [sequences]: which go to the held-out side. ``holdout``: rows if ≥ 1, else a share of them.
+
+    Conversations that open with the same prompt stay together, and so do equal sequences; so no held-out row is seen in
+    training. Groups are taken in the order of their hash; one that would overshoot is passed over.
+    """
+    row, group, content = (table.column(name).to_numpy() for name in ("row", "group", "content"))
+    rows_of, first = np.unique(row, return_index=True)
+    wanted = int(holdout) if holdout >= 1 else max(1, round(holdout * len(rows_of)))
+    if wanted >= len(rows_of):
+        raise ConfigError("--holdout", holdout, f"leaves nothing to train on: {len(rows_of)} rows", "hold out fewer")
+    groups, sizes = np.unique(group[first], return_counts=True)
+    order = np.argsort(hash64(key_of(seed, _STREAM), groups), kind="stable")
+    chosen, left = [], wanted
+    for g in order.tolist():
+        if left == 0:
+            break
+        if sizes[g] <= left:
+            chosen.append(groups[g])
+            left -= int(sizes[g])
+    held = np.isin(group, np.array(chosen, dtype=np.uint64))
+    while True:  # equal sequences pull their whole conversation along (a pair and a chat may render alike)
+        grown = np.isin(content, content[held])
+        grown = held | np.isin(row, row[grown])
+        if (grown == held).all():
+            break
+        held = grown
+    if held.all():
+        raise ConfigError("--holdout", holdout, "leaves nothing to train on: all rows are equal", "hold out nothing")
+    return held
+
+
+def write_prompts(table: pa.Table, held: np.ndarray, path: Path) -> int:
+    """heldout_prompts.jsonl: one line per held-out conversation, messages up to its last answer. Returns the rows."""
+    numbers = table.column("row").to_numpy()
+    places = held.nonzero()[0]
+    _, first = np.unique(numbers[places], return_index=True)
+    with path.open("w", encoding="utf-8") as out:
+        for prompt in table.column("prompt").take(pa.array(places[first])).to_pylist():
+            if prompt:
+                out.write(json.dumps(json.loads(prompt), ensure_ascii=False) + "\n")
+    return len(first)
