@@ -56,9 +56,8 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 base = ".".join([*parents, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield (f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base), node.lineno
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (node.value.id, node.attr) == ("torch", "distributed"):
-                yield "torch.distributed", node.lineno
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield "torch.distributed", node.lineno
 
 
 def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
