@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard
+from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard, adopt_process_group
 from recipe.shapes import TargetShape
 from recipe.target.shard_plan import Heads, RankPlan, ShardPlan
 
@@ -49,6 +49,7 @@ def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int
     """
     if plan.tp == 1:
         return
+    adopt_process_group()
     part = plan.ranks[rank]
     for layer in model.layers:
         if hasattr(layer, "linear_attn"):

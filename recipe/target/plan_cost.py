@@ -1,0 +1,185 @@
+"""What a shard plan costs: bytes, FLOP, efficiency and all-reduce volume per rank, and which split of the GPUs to take.
+
+FLOP are those of the matrices (2 per parameter and token); attention over long contexts adds a few percent to them.
+Speeds are estimates from a TFLOP/s that was given or measured, never a promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipe.config import RunConfig
+from recipe.shapes import TargetShape
+from recipe.target.shard_plan import ShardPlan
+
+H200_TARGET_TFLOPS = 600.0  # one H200, bf16, compiled decoder layers (reference/performance.md: 608)
+H200_DRAFTER_TFLOPS = 440.0  # forward + backward with FlexAttention (reference/performance.md: 437)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One degree. Per-rank lists have ``tp`` entries. ``efficiency``: ideal time / time of the fullest rank of each
+    segment (0 to 1; communication not counted), since ranks wait for each other after every mixer and every MLP.
+
+    ``heads``: query heads; ``rank_bytes``: bytes of weights, embedding included; ``flop_share``: part of the whole
+    model's matrix FLOP (repeated key heads make their sum exceed 1); ``all_reduce_bytes``: what a rank sends per token.
+    """
+
+    tp: int
+    efficiency: float
+    rank_bytes: list[int]
+    heads: list[int]
+    kv_heads: list[int]
+    value_heads: list[int]
+    key_heads: list[int]
+    mlp_columns: list[int]
+    flop_share: list[float]
+    all_reduce_bytes: int
+    tokens_per_s: float
+
+
+def plan_table(
+    shape: TargetShape,
+    degrees: Sequence[int] = range(1, 9),
+    dtype_bytes: int = 2,
+    taps: Sequence[int] | None = None,
+    need_last_hidden: bool = True,
+    tflops: float = H200_TARGET_TFLOPS,
+) -> list[PlanRow]:
+    """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count."""
+    depth = shape.num_layers if need_last_hidden or not taps else max(taps) + 1
+    return [_row(shape, ShardPlan.build(shape, tp), depth, dtype_bytes, need_last_hidden, tflops) for tp in degrees]
+
+
+def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
+    """Matrix parameters that ``rank`` multiplies with in one layer, by kind of mixer, and in its "mlp"."""
+    part, hidden, head = plan.ranks[rank], shape.hidden_size, shape.head_dim
+    query_width = 3 if shape.model_type == "qwen3_5" else 2  # query (and gate) in, output back
+    attention = hidden * head * (query_width * part.attention.count + 2 * part.attention.shared_count)
+    result = {"full_attention": attention, "mlp": 3 * hidden * (part.mlp[1] - part.mlp[0])}
+    result["sliding_attention"] = attention
+    if part.delta is not None:
+        key, value = shape.linear_key_head_dim or 0, shape.linear_value_head_dim or 0
+        # value, gate z and output projection have one block per value head; b and a one row each
+        per_value_head = 3 * value + 2
+        keys = 2 * key * part.delta.shared_count
+        result["linear_attention"] = hidden * (keys + per_value_head * part.delta.count)
+    return result
+
+
+def rank_parameters(shape: TargetShape, plan: ShardPlan, rank: int, depth: int, final_norm: bool) -> int:
+    """All parameters that ``rank`` holds: its matrices, small vectors, and the whole embedding."""
+    part, hidden = plan.ranks[rank], shape.hidden_size
+    matrices = layer_matrices(shape, plan, rank)
+    bias = bool(shape.text_config.get("attention_bias", shape.model_type == "qwen2"))
+    total = shape.vocab_size * hidden + (hidden if final_norm else 0)
+    for kind in shape.layer_types[:depth]:
+        total += matrices["mlp"] + matrices[kind] + 2 * hidden
+        if shape.text_config.get("mlp_bias"):
+            total += 2 * (part.mlp[1] - part.mlp[0]) + hidden
+        if kind == "linear_attention":
+            total += _delta_vectors(shape, plan, rank)
+        else:
+            total += _attention_vectors(shape, plan, rank, bias)
+    return total
+
+
+def _attention_vectors(shape: TargetShape, plan: ShardPlan, rank: int, bias: bool) -> int:
+    heads, head, model_type = plan.ranks[rank].attention, shape.head_dim, shape.model_type
+    output_bias = shape.hidden_size if bias and model_type != "qwen2" else 0  # held by a rank without heads too
+    if heads.count == 0:
+        return output_bias
+    queries = heads.count * (2 if model_type == "qwen3_5" else 1)
+    qkv_bias = head * (queries + 2 * heads.shared_count) if bias else 0
+    return output_bias + qkv_bias + (2 * head if model_type in ("qwen3", "qwen3_5") else 0)
+
+
+def _delta_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
+    heads = plan.ranks[rank].delta
+    if heads is None or heads.count == 0:
+        return 0
+    key, value = shape.linear_key_head_dim or 0, shape.linear_value_head_dim or 0
+    conv = (2 * heads.used * key + heads.count * value) * (shape.linear_conv_kernel_dim or 0)
+    return conv + 2 * heads.count + value
+
+
+def _row(shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, final_norm: bool, tflops: float) -> PlanRow:
+    tp, kinds = plan.tp, shape.layer_types[:depth]
+    whole = layer_matrices(shape, ShardPlan.build(shape, 1), 0)
+    per_rank = [layer_matrices(shape, plan, rank) for rank in range(tp)]
+    slowest = {kind: max(rank[kind] for rank in per_rank) for kind in whole}
+
+    def model_sum(layer: dict[str, int]) -> int:
+        return sum(layer[kind] + layer["mlp"] for kind in kinds)
+
+    efficiency = model_sum(whole) / tp / model_sum(slowest)
+    deltas = [rank.delta for rank in plan.ranks if rank.delta is not None]
+    return PlanRow(
+        tp=tp,
+        efficiency=efficiency,
+        rank_bytes=[rank_parameters(shape, plan, r, depth, final_norm) * dtype_bytes for r in range(tp)],
+        heads=[rank.attention.count for rank in plan.ranks],
+        kv_heads=[rank.attention.shared_count for rank in plan.ranks],
+        value_heads=[delta.count for delta in deltas],
+        key_heads=[delta.shared_count for delta in deltas],
+        mlp_columns=[rank.mlp[1] - rank.mlp[0] for rank in plan.ranks],
+        flop_share=[model_sum(rank) / model_sum(whole) for rank in per_rank],
+        # a ring all-reduce sends 2·(tp-1)/tp of the hidden state, twice a layer
+        all_reduce_bytes=round(2 * depth * shape.hidden_size * dtype_bytes * 2 * (tp - 1) / tp),
+        tokens_per_s=tflops * 1e12 * tp * efficiency / (2 * model_sum(whole)),
+    )
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to use the GPUs: ``replicas`` targets of degree ``tp`` and ``drafters`` GPUs that train.
+
+    ``target_tokens_per_s`` counts new tokens, ``drafter_tokens_per_s`` tokens consumed (each is delivered ``reuse``
+    times); ``tokens_per_s`` is what the pair trains on. ``bound`` is the side that limits it.
+    """
+
+    replicas: int
+    tp: int
+    drafters: int
+    target_tokens_per_s: float
+    drafter_tokens_per_s: float
+    tokens_per_s: float
+    bound: str
+
+
+def drafter_flop_per_token(config: RunConfig, shape: TargetShape) -> float:
+    """Training FLOP of a resolved config's drafter per context token, for full micro-batches with the most anchors.
+
+    6·(P - fc)·Q + 6·(fc + kv)·C + 4·H·V·Q over C context tokens, with Q block rows and P trainable parameters.
+    """
+    ours, hidden = config.dflash, shape.hidden_size
+    drafter, taps = ours.drafter, ours.target.target_layer_ids
+    heads, kv_heads, head_dim = drafter.num_attention_heads, drafter.num_key_value_heads, drafter.head_dim
+    intermediate = drafter.intermediate_size
+    assert taps and heads and kv_heads and head_dim and intermediate, "resolve the config first"
+    kv = drafter.num_layers * 2 * hidden * kv_heads * head_dim
+    layers = drafter.num_layers * hidden * (2 * heads * head_dim + 3 * intermediate) + kv
+    fc, context = len(taps) * hidden * hidden, ours.data.token_budget
+    rows = min(drafter.max_anchors, context) * drafter.block_size
+    flop = 6 * layers * rows + 6 * (fc + kv) * context + 4 * hidden * shape.vocab_size * rows
+    return flop / context
+
+
+def recommend_splits(
+    rows: Sequence[PlanRow], gpus: int, drafter_flop: float, reuse: int, drafter_tflops: float, memory_bytes: float
+) -> list[Split]:
+    """All splits of ``gpus`` GPUs whose target fits in ``memory_bytes`` a GPU, the fastest first.
+
+    Equally fast ones: fewer ranks per target first (fewer collectives).
+    """
+    splits = []
+    for row in rows:
+        if max(row.rank_bytes) > 0.8 * memory_bytes:  # leave room for activations
+            continue
+        for replicas in range(1, (gpus - 1) // row.tp + 1):
+            drafters = gpus - replicas * row.tp
+            target, draft = replicas * row.tokens_per_s, drafters * drafter_tflops * 1e12 / drafter_flop
+            bound = "target" if target * reuse < draft else "drafter"
+            splits.append(Split(replicas, row.tp, drafters, target, draft, min(target * reuse, draft), bound))
+    return sorted(splits, key=lambda split: (-split.tokens_per_s, split.tp))
