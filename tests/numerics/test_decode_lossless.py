@@ -84,10 +84,10 @@ def test_sampling_is_lossless_too(target: torch.nn.Module) -> None:
     """The random numbers belong to positions, so the same seed must give the same sample with and without drafts."""
     decoder, greedy = decoder_of(target, "mixed"), 0
     for prompt in prompts(3):
-        plain = plain_generate(target, prompt, LENGTH, 0.7, seed=5).tokens
-        assert decoder_with_future(decoder, plain).generate(prompt, LENGTH, 0.7, seed=5).tokens == plain
-        greedy += plain == plain(target, prompt, LENGTH)
-        assert plain != plain_generate(target, prompt, LENGTH, 0.7, seed=6).tokens
+        sampled = plain_generate(target, prompt, LENGTH, 0.7, seed=5).tokens
+        assert decoder_with_future(decoder, sampled).generate(prompt, LENGTH, 0.7, seed=5).tokens == sampled
+        greedy += sampled == plain(target, prompt, LENGTH)
+        assert sampled != plain_generate(target, prompt, LENGTH, 0.7, seed=6).tokens
     assert greedy == 0, "a temperature that changes nothing tests nothing"
 
 

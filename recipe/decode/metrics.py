@@ -1,0 +1,112 @@
+"""What decoding results say: tau, acceptance by position, intervals, and where two outputs part.
+
+tau = tokens committed by verify forwards / verify forwards: accepted drafts and the bonus token count, the token of the
+prefill does not, nothing behind an end token does. 1 is a useless drafter, ``block_size`` a perfect one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recipe.decode.cache import TargetSession
+from recipe.decode.speculative import DecodeResult
+
+TAU_IS = "tokens committed per verify forward: bonus token included, prefill token excluded"
+
+
+def tau(results: Sequence[DecodeResult]) -> float | None:
+    """Ratio of sums over all results; None when there was no verify forward."""
+    forwards = sum(result.verify_forwards for result in results)
+    return sum(sum(result.accepted) for result in results) / forwards if forwards else None
+
+
+def tau_interval(
+    results: Sequence[DecodeResult], seed: int = 0, resamples: int = 2000, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Bootstrap interval of tau over prompts (blocks of one prompt are not independent). None below two prompts."""
+    pairs = np.array([(sum(r.accepted), r.verify_forwards) for r in results if r.blocks], dtype=np.float64)
+    if len(pairs) < 2:
+        return None
+    drawn = np.random.default_rng(seed).integers(0, len(pairs), size=(resamples, len(pairs)))
+    sums = pairs[drawn].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def accept_rate(results: Sequence[DecodeResult], block_size: int) -> list[float | None]:
+    """For k = 1 … block_size - 1: the share of blocks whose first k drafts were all accepted.
+
+    Blocks that ended before k, at the length limit or at an accepted end token, are left out for that k.
+    """
+    blocks = [block for result in results for block in result.blocks]
+    rates: list[float | None] = []
+    for k in range(1, block_size):
+        asked = [block for block in blocks if block.proposed >= k]
+        rates.append(sum(block.accepted >= k for block in asked) / len(asked) if asked else None)
+    return rates
+
+
+def target_forwards_per_token(results: Sequence[DecodeResult]) -> float | None:
+    """Target forwards, the prefill included, for each generated token. Plain decoding: exactly 1."""
+    tokens = sum(len(result.tokens) for result in results)
+    return sum(result.target_forwards for result in results) / tokens if tokens else None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Speculative and plain greedy output differ from ``position`` (0 = first new token) on.
+
+    ``gap``: by how much plain's token leads the other in the target's logits there, computed afresh; ``noise``: what
+    rounding alone may move such logits. ``numeric_tie``: gap ≤ noise, so either output is right. Not a tie: a fault.
+    """
+
+    prompt: int
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float | None
+    noise: float | None
+    numeric_tie: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position where two token lists differ (a missing token differs from any); None when equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def explain_mismatch(
+    target: nn.Module,
+    index: int,
+    prompt_ids: torch.Tensor,
+    plain: Sequence[int],
+    speculative: Sequence[int],
+    head: torch.Tensor | None = None,
+) -> Mismatch | None:
+    """None when the outputs are equal, else where they part and whether rounding explains it (greedy only)."""
+    position = first_difference(plain, speculative)
+    if position is None:
+        return None
+    if position >= min(len(plain), len(speculative)):
+        longer = plain[position] if len(plain) > position else None
+        other = speculative[position] if len(speculative) > position else None
+        return Mismatch(index, position, longer, other, None, None, False)
+    with TargetSession(target, [], head) as session:
+        context = torch.cat([prompt_ids, prompt_ids.new_tensor(list(plain[:position]))])
+        logits = session.prefill(context).logits[0]
+    precision = torch.finfo(logits.dtype).eps
+    # Measured: fp32 reordering moves logits by up to 1e-5 of their size; bf16 by a few of its units.
+    noise = max(8 * precision, 2e-5) * float(logits.abs().max())
+    gap = float(logits[plain[position]].float() - logits[speculative[position]].float())
+    return Mismatch(index, position, plain[position], speculative[position], gap, noise, abs(gap) <= noise)

@@ -1,0 +1,80 @@
+"""Prompts to decode: JSONL rows to token ids, rendered by the target's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.errors import ConfigError
+
+UNNAMED = "all"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``ids`` int64 [P ≥ 1], the ``text`` that they encode, and the ``domain`` that its tau is reported under."""
+
+    ids: torch.Tensor
+    text: str
+    domain: str
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file. ConfigError names the line that is no object."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"the prompts file cannot be read ({error})"
+        raise ConfigError("--prompts", str(path), rule, "name a JSONL file") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError("--prompts", f"{path}:{number}", f"is no JSON ({error})", "one object a line") from None
+        if not isinstance(row, dict):
+            raise ConfigError("--prompts", f"{path}:{number}", "is no JSON object", "one object a line")
+        rows.append(row)
+    return rows
+
+
+def encode_prompts(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> list[Prompt]:
+    """Rows with ``messages`` (a chat, an answer at its end dropped) or ``prompt`` (text), with ``domain`` if known.
+
+    ``template_kwargs`` go to the chat template (for example ``{"enable_thinking": false}``): they must be those of the
+    training data, or another distribution is measured. ConfigError for no rows, or a row with neither field.
+    """
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        if row.get("messages"):
+            messages = list(row["messages"])
+            if messages[-1].get("role") == "assistant":
+                messages.pop()
+            if not tokenizer.chat_template:
+                rule = "the row holds a chat, and the target's tokenizer has no chat template"
+                raise ConfigError("--prompts", f"row {number}", rule, "use rows with a 'prompt' text")
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        elif isinstance(row.get("prompt"), str):
+            text = row["prompt"]
+            ids = tokenizer(text)["input_ids"]
+        else:
+            rule = f"has neither 'messages' nor 'prompt' (its fields: {sorted(row)})"
+            raise ConfigError("--prompts", f"row {number}", rule, "write one of the two")
+        if not ids:
+            raise ConfigError("--prompts", f"row {number}", "the prompt has no tokens", "remove the row")
+        prompts.append(Prompt(torch.tensor(ids, dtype=torch.int64), text, str(row.get("domain") or UNNAMED)))
+    if not prompts:
+        raise ConfigError("--prompts", len(rows), "there are no prompts", "name a file with at least one row")
+    return prompts

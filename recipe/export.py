@@ -1,0 +1,95 @@
+"""Turn a checkpoint of a run into a folder that the reference client, vLLM and SGLang load.
+
+`hf` is the z-lab layout (DFlashDraftModel: vLLM method "dflash", SGLang algorithm DFLASH, PyPI package dflash);
+`speculators` is the layout of the speculators package (DFlashSpeculator), with the target's embedding and head inside.
+The folder is read back and compared, tensor by tensor, before it gets its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from recipe.drafter.config import DrafterConfig
+from recipe.drafter.variant import DFLASH
+from recipe.errors import ConfigError
+from recipe.export_layout import export_hf, load_export, tensor_shapes
+from recipe.export_speculators import export_speculators
+
+__all__ = ["add_arguments", "export_hf", "export_run", "export_speculators", "load_export", "run", "serve_commands",
+           "tensor_shapes"]  # fmt: skip
+
+
+def serve_commands(folder: Path, config: DrafterConfig, target: str, layout: str = "hf") -> list[str]:
+    """The commands that serve ``target`` with this drafter. vLLM counts drafts (B - 1), SGLang the anchor too (B)."""
+    drafts = DFLASH.drafts_per_block(config.block_size)
+    if layout == "speculators":
+        return [f"vllm serve {shlex.quote(str(folder))}"]
+    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": drafts}
+    return [
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}",
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {shlex.quote(str(folder))} --speculative-num-draft-tokens {config.block_size}",
+    ]
+
+
+def target_of_run(run_dir: Path) -> tuple[str, str | None]:
+    """(path, revision) of the target in a run's config.json. ConfigError when it is no run directory."""
+    try:
+        target = json.loads((run_dir / "config.json").read_text())["dflash"]["target"]
+        return str(target["path"]), target.get("revision")
+    except (OSError, ValueError, KeyError, TypeError):
+        rule = 'is no run directory: it has no config.json with an object "dflash"'
+        raise ConfigError("RUN", str(run_dir), rule, "name a folder under runs/") from None
+
+
+def export_run(
+    run_dir: Path, step: int | None = None, layout: str = "hf", output: Path | None = None, dtype: str | None = None
+) -> tuple[Path, DrafterConfig, int]:
+    """Export a checkpoint (None: the newest) of ``run_dir``. Returns folder, config and step.
+
+    ``output`` None: ``RUN/export/step_…`` (``…-speculators`` for that layout). ``dtype`` None: the drafter's own.
+    """
+    from recipe.drafter.checkpoint import load_weights  # imports DeepSpeed: only when it is needed
+
+    target, revision = target_of_run(run_dir)
+    config, weights, step = load_weights(run_dir, step)
+    dtype = dtype or config.dtype
+    if output is None:
+        output = run_dir / "export" / (f"step_{step:08d}" + ("" if layout == "hf" else f"-{layout}"))
+    if layout == "hf":
+        return export_hf(weights, config, output, dtype), config, step
+    from recipe.weights import Checkpoint
+
+    checkpoint = Checkpoint(target, revision)
+    try:
+        names = json.loads((checkpoint.folder / "config.json").read_text()).get("architectures") or []
+        embed, head = checkpoint.embedding(), checkpoint.head()
+    finally:
+        checkpoint.close()
+    return export_speculators(weights, config, output, dtype, target, embed, head, names), config, step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m recipe export`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory (runs/NAME)")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--format", choices=["hf", "speculators"], default="hf", help="layout (default: hf)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export/step_…)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="dtype of the tensors (default: the drafter's)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and print how to serve the result. Raises ConfigError for the user's mistakes."""
+    folder, config, step = export_run(args.run, args.step, args.format, args.output, args.dtype)
+    target, _ = target_of_run(args.run)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
+    print("serve it with:")
+    for command in serve_commands(folder.resolve(), config, target, args.format):
+        print(f"  {command}")
+    return 0
