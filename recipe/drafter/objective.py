@@ -10,17 +10,25 @@ Symbols: A blocks, B slots, R supervised slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recipe.config.schema import Objective as ObjectiveSection
-from recipe.drafter.batch import MicroBatch
+from recipe.drafter.batch import HostLayout, MicroBatch
 from recipe.drafter.loss import RowLosses, row_losses
 from recipe.drafter.variant import DFLASH, BlockTargets, Variant
 
 Ratio = tuple[Tensor, Tensor]
+
+
+class Weighable(Protocol):
+    """A micro-batch, or one that is planned but has no taps yet: its integers are enough for its weight."""
+
+    @property
+    def host(self) -> HostLayout: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Objective:
         offset = np.arange(self.block_size) - targets.first_draft
         return targets.supervised * np.exp(-offset / self.gamma)
 
-    def supervised_weight(self, batch: MicroBatch) -> float:
+    def supervised_weight(self, batch: Weighable) -> float:
         """The micro-batch's share of the denominator. Host arithmetic: no forward pass, no device sync."""
         return float(self._slot_weights(self.variant.targets(batch.host, self.block_size)).sum())
 

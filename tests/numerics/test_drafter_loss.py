@@ -57,7 +57,7 @@ def test_rows_equal_float64(dtype: torch.dtype, bound: float, rows: int, vocab: 
     (exact[1] * scale.double() + exact[0] * scale.flip(0).double()).sum().backward()
     assert hidden.grad is not None and exact_input.grad is not None
     error = (hidden.grad.double() - exact_input.grad).norm() / exact_input.grad.norm()
-    assert error < (5e-6 if dtype == torch.float32 else 1e-2)
+    assert error < (1e-4 if dtype == torch.float32 else 1e-2)  # an fp32 matmul sums 248,320 terms
 
 
 def test_memory_does_not_grow_with_rows() -> None:
