@@ -158,7 +158,12 @@ class Ring(RingHandle):
                 entry_id, reuse_index, v.tokens[slot], table.pages(slot), v.checksum[slot], v.generation[slot], slot
             )
 
-        lease = monitor.wait(L.E_READY, attempt, lambda: f"entry {entry_id} (reuse index {reuse_index})", timeout)
+        def what() -> str:
+            slot = table.find(entry_id)
+            parts = f", {v.done[slot]} of its {v.parts[slot]} parts are in" if slot >= 0 else ""
+            return f"entry {entry_id} (reuse index {reuse_index}{parts})"
+
+        lease = monitor.wait(L.E_READY, attempt, what, timeout)
         if self.verify:
             for place, (page, crc) in enumerate(zip(lease.pages, self._crcs(lease), strict=True)):
                 if v.page_crc[page] != crc:

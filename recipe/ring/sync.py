@@ -88,6 +88,8 @@ class RobustMutex:
             code = self._acquire_slowly(limit_s, tick)
         if code == 0:
             return False
+        if code == errno.EDEADLK:
+            raise LockHeldByMe
         if code == errno.EOWNERDEAD:
             _check(_quick.pthread_mutex_consistent(self._address), "pthread_mutex_consistent")
             return True
@@ -98,8 +100,6 @@ class RobustMutex:
         while True:
             until = min(deadline, time.monotonic() + SLICE_S)
             code = self._lock_until(until)
-            if code == errno.EDEADLK:
-                raise LockHeldByMe
             if code != errno.ETIMEDOUT:
                 return code
             if tick is not None:

@@ -154,12 +154,12 @@ class Table:
         v.state[slot] = state
 
     def held_by(self, peer: int) -> list[str]:
-        """What a peer holds, in words (scans all slots: for messages only)."""
+        """What a peer has in hand and must not leave with, in words (scans all slots)."""
         v, reuse, held = self.v, self.spec.reuse, []
         if v.peer_parts[peer]:
             held.append(f"has {v.peer_parts[peer]} parts to commit")
         for slot in range(self.spec.max_entries):
-            if v.state[slot] == WRITING and v.writer[slot] == peer:
+            if v.state[slot] == WRITING and v.writer[slot] == peer and v.peer_parts[peer]:
                 held.append(f"writes entry {v.entry_id[slot]} ({v.done[slot]}/{v.parts[slot]} parts in)")
             elif v.state[slot] == LEASED:
                 cells = v.cells[slot * reuse : (slot + 1) * reuse]
