@@ -160,6 +160,8 @@ class RunDir:
             raise ConfigError("--resume", path.name, rule, "remove the folder and start without --resume")
         marker = json.loads((path / MARKER).read_text())
         _mark(path, marker["run_id"], marker["created"])
+        # The last launch's end is not this one's: until the new status is written, the run is starting.
+        (path / "status.json").unlink(missing_ok=True)
         return cls(path, lock_fd)
 
     @classmethod

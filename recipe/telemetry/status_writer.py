@@ -21,6 +21,7 @@ from recipe.telemetry.run_dir import RunDir, write_json
 TERMINAL = ("done", "dead", "diverged")
 WaitingSide = Literal["target", "drafter", "neither"]
 _STATUS_LOCK = ".status.lock"
+_PATIENCE_S = 3.0
 _RECENT = 20  # intervals between steps that the expectation is built from
 
 
@@ -45,7 +46,8 @@ class StatusWriter:
         self._path = run_dir.status_json
         self._stall_after_s, self._min_stall_s, self._heartbeat_s = stall_after_s, min_stall_s, heartbeat_s
         self.launch = uuid.uuid4().hex[:12]
-        self._mutex = threading.Lock()
+        # Two locks, so that a disk that hangs holds up the writing thread only, never a training step.
+        self._mutex, self._writing = threading.Lock(), threading.Lock()
         self._intervals: deque[float] = deque(maxlen=_RECENT)
         self._last_step: tuple[int, float] | None = None
         self._terminal = self._superseded = self._write_failed = False
@@ -121,8 +123,8 @@ class StatusWriter:
         """Write what is noted and stop the heartbeat. Without a terminal state the run will count as dead."""
         self._stop.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
-        self._write()
+            self._thread.join(timeout=_PATIENCE_S)
+        self._write_bounded()
 
     def _set(self, phase: str, label: str, **fields: Any) -> None:
         before = [self._fields.get(key) for key in ("phase", "label", "done")]
@@ -148,7 +150,13 @@ class StatusWriter:
             self._fields.update(phase=phase, label=None, message=redact_text(message), **fields)
             self._progress(self._stall_after_s)
         self._stop.set()
-        self._write()
+        self._write_bounded()
+
+    def _write_bounded(self) -> None:
+        """Write, but give up waiting soon: the watchdog calls this and must end the process whatever the disk does."""
+        thread = threading.Thread(target=self._write, name="status-last", daemon=True)
+        thread.start()
+        thread.join(timeout=_PATIENCE_S)
 
     def _beat(self) -> None:
         # Short ticks while there is news, so that `status` is at most a second behind.
@@ -160,10 +168,11 @@ class StatusWriter:
                 self._write()
 
     def _write(self, first: bool = False) -> None:
-        with self._mutex:
+        with self._writing:
+            with self._mutex:
+                fields = {**self._fields, "heartbeat": _now()}
             if self._superseded:
                 return
-            fields = {**self._fields, "heartbeat": _now()}
             try:
                 with _file_lock(self._path):
                     current = {} if first else read_fields(self._path)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,6 +273,37 @@ def test_a_new_launch_takes_over_and_the_old_one_is_silent(tmp_path: Path) -> No
     assert not mark_dead(run, 1, "target", "late watchdog", launch=older.launch)
     assert read_status(run).state == "TRAINING"
     new.done()
+
+
+def test_a_resumed_run_does_not_show_its_old_end(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "r")
+    (run.checkpoints / "latest").touch()
+    StatusWriter(run).done()
+    run.close()
+    with RunDir.create(tmp_path, "r", resume=True) as again:
+        assert read_status(again).state == "STARTING"
+
+
+def test_a_disk_that_hangs_stops_neither_training_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(tmp_path, "r")
+    writer = StatusWriter(run, heartbeat_s=0.02)
+    stuck, release = threading.Event(), threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        stuck.set()
+        release.wait(30)
+
+    monkeypatch.setattr("recipe.telemetry.status_writer.write_json", hang)
+    monkeypatch.setattr("recipe.telemetry.status_writer._PATIENCE_S", 0.3)
+    assert stuck.wait(10)
+    started = time.monotonic()
+    for step in range(1000):
+        writer.training(step, 1000, 1.0)
+    assert time.monotonic() - started < 1.0
+    writer.dead(0, "drafter", "disk")
+    writer.close()
+    assert time.monotonic() - started < 5.0
+    release.set()
 
 
 def test_no_status_or_a_damaged_one(tmp_path: Path) -> None:
