@@ -108,7 +108,7 @@ class Checkpoint:
             if not single.is_file():
                 rule = "there is neither model.safetensors nor model.safetensors.index.json"
                 raise ConfigError(str(self.folder), str(self.folder), rule, FIX)
-            return {key: single for key in self._handle(single, "cpu").keys()}  # noqa: SIM118 (not a dict)
+            return dict.fromkeys(self._handle(single, "cpu").keys(), single)
         try:
             weight_map: dict[str, str] = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:

@@ -202,6 +202,8 @@ def _check_heads(model: Any, plan: ShardPlan, rank: int) -> None:
     part = plan.ranks[rank]
     for index, layer in enumerate(model.layers):
         attention, delta = getattr(layer, "self_attn", None), getattr(layer, "linear_attn", None)
+        expected: tuple[int, ...]
+        found: tuple[int, ...]
         if part.attention.count and attention is not None:
             expected, found = (part.attention.count // part.attention.used,), (attention.num_key_value_groups,)
         elif delta is not None and part.delta is not None and part.delta.count:

@@ -84,11 +84,9 @@ class Producer:
         needed = [index for index in range(len(batch.rows)) if batch.uses[index]]
         ids = [entry_id(batch.epoch, int(batch.rows[index])) for index in needed]
         if self.place.tp_rank == 0:
-            entries = [
-                (identity, int(lengths[index]), checksums[index], int(batch.uses[index]))
-                for identity, index in zip(ids, needed, strict=True)
-            ]
-            writes = self.ring.reserve(batch.sequence, entries, self.place.tp, self.timeout_s)
+            entries = [(i, int(lengths[at]), checksums[at]) for i, at in zip(ids, needed, strict=True)]
+            uses = [int(batch.uses[at]) for at in needed]
+            writes = self.ring.reserve(batch.sequence, entries, self.place.tp, self.timeout_s, uses)
         else:
             writes = self.ring.join(batch.sequence, ids, self.timeout_s)
         return list(zip(needed, writes, strict=True))

@@ -16,7 +16,7 @@ from recipe.errors import ConfigError, RunError, nearest
 from recipe.shapes import TargetShape
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_5")
-GRAINS = (64, 32, 16, 8, 4, 2, 1)  # of MLP columns; matrix units like multiples of 64
+GRAINS = (64, 32, 16, 8)  # of MLP columns; matrix units like multiples of 64 and need multiples of 8
 GRAIN_SLACK = 1.02  # a smaller grain is taken when the fullest rank would hold more than this times the ideal
 ROW_CUT = ("self_attn.o_proj", "linear_attn.out_proj", "mlp.down_proj")
 REPLICATED = (
@@ -180,11 +180,19 @@ def split_heads(heads: int, shared: int, tp: int) -> list[Heads]:
 
 
 def split_columns(columns: int, tp: int) -> list[Range]:
-    """MLP columns in whole grains: the largest grain that keeps the fullest rank within GRAIN_SLACK of the ideal."""
-    fitting = [grain for grain in GRAINS if columns % grain == 0]
-    fair = (g for g in fitting if -(-(columns // g) // tp) * g * tp <= GRAIN_SLACK * columns)
-    grain = next(fair, fitting[-1])
+    """MLP columns in whole grains: the largest grain that keeps the fullest rank within GRAIN_SLACK of the ideal.
+
+    If none does, the smallest aligned one is taken, or an unaligned one where ranks would go without columns.
+    """
+    fitting = [grain for grain in GRAINS if columns % grain == 0 and columns // grain >= tp]
+    fair = (grain for grain in fitting if -(-(columns // grain) // tp) * grain * tp <= GRAIN_SLACK * columns)
+    grain = next(fair, min(fitting, default=None) or _largest_power_of_two(columns, tp))
     return [(start * grain, stop * grain) for start, stop in split_even(columns // grain, tp)]
+
+
+def _largest_power_of_two(columns: int, tp: int) -> int:
+    """The largest power of two that divides ``columns`` and leaves a grain for each rank; 1 when there is none."""
+    return max((g for g in (4, 2) if columns % g == 0 and columns // g >= tp), default=1)
 
 
 def _require_whole_groups(shape: TargetShape) -> None:
