@@ -36,13 +36,10 @@ _AS_LAST_WORD = {"token", "key", "keys", "auth", "authorization", "cookie"}
 _JOINED = re.compile(r"(apikey|secretkey|accesskey|authtoken|accesstoken|apitoken|hftoken|password|secret)s?$")
 # A tokenizer's vocabulary speaks of tokens too; none of these holds a secret.
 _VOCABULARY = {"mask", "pad", "eos", "bos", "unk", "sep", "cls", "image", "special", "added", "additional"}
+_NAMED = r"(?i)([\w.-]*(?:api[_-]?key|secret|password|passwd|[_-]token|\btoken)\s*[=:]\s*)"
 _IN_TEXT = (
-    (
-        re.compile(
-            r"(?i)([\w.-]*(?:api[_-]?key|secret|password|passwd|[_-]token|\btoken)\s*[=:]\s*)(?!\[redacted)[^\s,;\"'}]+"
-        ),
-        r"\1",
-    ),
+    # In running text a bare number or <|marker|> after "token:" is an id or a special token.
+    (re.compile(_NAMED + r"(?!\[redacted|<)(?=\S*[A-Za-z])[^\s,;\"'}]{6,}"), r"\1"),
     (re.compile(r"(\w+://[^\s/:@]*:)[^\s/@]+(?=@)"), r"\1"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/-]{8,}=*"), r"\1"),
     (re.compile(r"\b()(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{20,})"), r"\1"),

@@ -100,8 +100,11 @@ class WandbRun:
         """The sink of `gpu.GpuSampler`; may be called from its thread."""
         self._send({"gpu/seconds": seconds, **{f"gpu/{key}": value for key, value in sample.items()}})
 
-    def finish(self, exit_code: int = 0) -> None:
-        """End the W&B run, as failed if ``exit_code`` is not 0. Waits a bounded time for the upload. Call it always."""
+    def finish(self, exit_code: int = 0, timeout_s: float | None = None) -> None:
+        """End the W&B run, as failed if ``exit_code`` is not 0. Call it always, also when the run dies.
+
+        Waits for the upload no longer than ``timeout_s`` (None: 30 s; a watchdog that must end soon gives less).
+        """
         with self._mutex:
             run, self._run = self._run, None
         if run is None:
@@ -109,7 +112,7 @@ class WandbRun:
         # A thread, because without a network wandb may try for longer than anybody wants to wait.
         thread = threading.Thread(target=_quietly, args=(run.finish, exit_code), daemon=True)
         thread.start()
-        thread.join(_FINISH_TIMEOUT_S)
+        thread.join(_FINISH_TIMEOUT_S if timeout_s is None else timeout_s)
         if thread.is_alive():
             print("warning: wandb did not finish uploading; `wandb sync` can do it later", flush=True)
 

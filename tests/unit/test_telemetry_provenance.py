@@ -74,6 +74,9 @@ def test_harmless_command_lines_stay() -> None:
 def test_text_with_an_environment_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", SECRET)
     assert SECRET not in redact_text(f"HTTP 401 for {SECRET}!")
+    assert redact_text("password: hunter2x, token=abcdef12") == "password: [redacted], token=[redacted]"
+    for harmless in ("mask token: 248070", "eos token: <|im_end|>", "https://example.org:8080/a@b"):
+        assert redact_text(harmless) == harmless
     line = "step=420/10000 loss=1.8342 lr=5.8e-04 mask_token_id=5 token_budget=49152"
     assert redact_text(line) == line
 

@@ -175,16 +175,15 @@ class Broken:
 
 
 def test_failures_after_the_start_are_reported_once_and_end_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = WandbRun(RunDir.create(tmp_path, "r"), {}, "r", "p", "disabled")
     wandb._run = Broken()
     for step in range(3):
         wandb.log({"step": step})
     assert capsys.readouterr().out.count("off from here on: service died") == 1 and not wandb.active
-    monkeypatch.setattr("recipe.telemetry.wandb_run._FINISH_TIMEOUT_S", 0.2)
     wandb._run = Broken()
     started = time.monotonic()
-    wandb.finish(1)
+    wandb.finish(1, timeout_s=0.2)
     wandb.finish(1)
     assert time.monotonic() - started < 5 and "wandb sync" in capsys.readouterr().out
