@@ -182,6 +182,7 @@ class RingHandle:
             retired=w[L.W_RETIRED],
             next_batch=w[L.W_NEXT_BATCH],
             entries={name: w[L.W_STATE0 + state] for state, name in enumerate(L.STATES)},
+            peers=sum(self._monitor.views.peer_state),
             producers=w[L.W_PRODUCERS],
             producers_finished=w[L.W_FINISHED].bit_count(),
             producer_wait_s=w[L.W_SPACE_WAIT_NS] / 1e9,

@@ -180,6 +180,7 @@ class Layout:
             "writer": ("q", n),
             "first_page": ("q", n),
             "open_leases": ("q", n),
+            "uses": ("q", n),  # deliveries that are due: all of reuse, or what a resumed or cut run still needs
             "leased": ("q", n),  # reuse indices handed out so far
             "released": ("q", n),
             "cells": ("h", n * spec.reuse),  # per (slot, reuse index): 0 free, peer + 1 leased, -1 released
@@ -220,6 +221,7 @@ class Views:
     writer: memoryview[int]
     first_page: memoryview[int]
     open_leases: memoryview[int]
+    uses: memoryview[int]
     leased: memoryview[int]
     released: memoryview[int]
     cells: memoryview[int]

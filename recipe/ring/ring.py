@@ -30,15 +30,20 @@ class Ring(RingHandle):
         entries: Sequence[tuple[int, int, int]],
         parts: int = 1,
         timeout: float | None = None,
+        uses: Sequence[int] | None = None,
     ) -> list[Write]:
         """Room for a whole batch of ``(entry_id, n_tokens, checksum)``; blocks until it is its turn and there is room.
 
         Batches are served in the order of ``batch_seq`` over all replicas, whole or not at all. ``parts``: commits that
         make an entry READY; the caller has one, each `join` brings another. ``checksum``: any 64-bit word, handed to
-        the consumer. Raises RunError at once for a batch that can never fit or an entry that was there already.
+        the consumer. ``uses``: deliveries that are due for each entry (default: ``reuse``; a resumed or cut run needs
+        fewer). Raises RunError at once for a batch that can never fit or an entry that was there already.
         """
         monitor, table, spec, words = self._monitor, self._table, self.spec, self._monitor.words
         need = self._pages_needed(batch_seq, entries, parts)
+        due = [spec.reuse] * len(entries) if uses is None else list(uses)
+        if len(due) != len(entries) or not all(1 <= count <= spec.reuse for count in due):
+            raise RunError(f"batch {batch_seq}: uses {due} for {len(entries)} entries; each must be in 1..{spec.reuse}")
         peer = monitor.peer
 
         def attempt(section: Section) -> list[Write] | None:
@@ -58,7 +63,7 @@ class Ring(RingHandle):
                 section.account = L.W_SPACE_WAIT_NS
                 return None
             section.begin("reserve")
-            slots = [table.take(i, n, checksum, parts, batch_seq, peer) for i, n, checksum in entries]
+            slots = [table.take(*entry, use, parts, batch_seq, peer) for entry, use in zip(entries, due, strict=True)]
             words[L.W_BLOCKED], words[L.W_NEXT_BATCH] = 0, batch_seq + 1
             table.v.peer_parts[peer] += len(slots)
             section.notify(L.E_SPACE)

@@ -4,8 +4,9 @@ The mutex is pthread's (robust, process-shared, error-checking): when its holder
 
 The events are **not** pthread condition variables. In glibc before 2.41 a signaller waits until every waiter that was
 woken has left (`g_refs`), so a waiter that is killed while it waits, the most likely place for a rank to be killed,
-makes a later broadcast hang for ever with the mutex held. An event here is a 32-bit counter: waiters remember its value
-under the mutex and futex-wait for a change, wakers count up under the mutex and wake all. No state can be left behind.
+makes a later broadcast hang for ever with the mutex held (seen with glibc 2.36 at the second such kill). An event here
+is a 32-bit counter: waiters remember its value under the mutex and futex-wait for a change, wakers count up under the
+mutex and wake all. No state can be left behind.
 
 All times are CLOCK_MONOTONIC, so a jump of the wall clock changes nothing. Every blocking call releases the GIL.
 """

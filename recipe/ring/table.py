@@ -54,7 +54,7 @@ class Table:
             page = following[page]
         return pages
 
-    def take(self, entry_id: int, n_tokens: int, checksum: int, parts: int, batch: int, writer: int) -> int:
+    def take(self, entry_id: int, n_tokens: int, checksum: int, uses: int, parts: int, batch: int, writer: int) -> int:
         """FREE → WRITING: a slot and pages for a new entry. The caller made sure that both suffice."""
         v, w = self.v, self.v.words
         slot = v.free_slots[w[L.W_SLOT_HEAD]]
@@ -67,6 +67,7 @@ class Table:
         w[L.W_GENERATION] += 1
         generation = w[L.W_GENERATION]
         v.entry_id[slot], v.tokens[slot], v.checksum[slot], v.batch[slot] = entry_id, n_tokens, checksum, batch
+        v.uses[slot] = uses
         v.parts[slot], v.joined[slot], v.done[slot], v.writer[slot] = parts, 1, 0, writer
         v.generation[slot], v.open_leases[slot], v.leased[slot], v.released[slot] = generation, 0, 0, 0
         reuse = self.spec.reuse
@@ -102,7 +103,7 @@ class Table:
         v.cells[slot * self.spec.reuse + reuse_index] = peer + 1
         v.open_leases[slot] += 1
         v.leased[slot] += 1
-        if v.leased[slot] == self.spec.reuse:
+        if v.leased[slot] == v.uses[slot]:
             v.words[L.W_READY_TOKENS] -= v.tokens[slot]
         v.words[L.W_DELIVERED] += 1
         self._move(slot, LEASED)
@@ -113,7 +114,7 @@ class Table:
         v.cells[slot * self.spec.reuse + reuse_index] = -1
         v.open_leases[slot] -= 1
         v.released[slot] += 1
-        if v.released[slot] == self.spec.reuse:
+        if v.released[slot] == v.uses[slot]:
             self._free(slot)
             return True
         if v.open_leases[slot] == 0:
@@ -192,7 +193,7 @@ class Table:
             assert sum(c > 0 for c in cells) == v.open_leases[slot] and cells.count(-1) == v.released[slot]
             assert (v.open_leases[slot] > 0) == (state == LEASED), f"slot {slot}: leases and state disagree"
             depth += v.tokens[slot]
-            ready += v.tokens[slot] if state != WRITING and v.leased[slot] < self.spec.reuse else 0
+            ready += v.tokens[slot] if state != WRITING and v.leased[slot] < v.uses[slot] else 0
         assert -1 not in owner, f"{owner.count(-1)} pages belong to nobody"
         assert states == [w[L.W_STATE0 + s] for s in range(4)], "counts by state are wrong"
         assert (ready, depth) == (w[L.W_READY_TOKENS], w[L.W_DEPTH_TOKENS]), "token counts are wrong"

@@ -52,9 +52,10 @@ class RingStats:
 
     ``ready_tokens``: published with a delivery still to come. ``depth_tokens``: reserved and not yet freed.
     ``reserved``, ``published``, ``retired``: entries since the start; ``delivered``: leases since the start.
-    ``entries``: entry slots by state, FREE included. ``producer_wait_s``: waits for pages or slots (the drafters are
-    slow); ``turn_wait_s``: waits for another replica's batch; ``consumer_wait_s``: waits for entries (the target is
-    slow). Each is summed over all processes and grows while they wait.
+    ``entries``: entry slots by state, FREE included. ``peers``: processes attached now, this one included.
+    ``producer_wait_s``: waits for pages or slots (the drafters are slow); ``turn_wait_s``: waits for another replica's
+    batch; ``consumer_wait_s``: waits for entries (the target is slow). Each is summed over all processes and grows
+    while they wait.
     """
 
     free_pages: int
@@ -67,6 +68,7 @@ class RingStats:
     retired: int
     next_batch: int
     entries: dict[str, int]
+    peers: int
     producers: int
     producers_finished: int
     producer_wait_s: float
