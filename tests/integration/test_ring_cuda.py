@@ -14,7 +14,7 @@ from recipe.ring import Ring, RingSpec, ring_path
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_registered_pages_copy_at_the_rate_of_pinned_memory_and_bit_for_bit() -> None:
-    spec = RingSpec(6, 5120, "bfloat16", 32, 256, 256)
+    spec = RingSpec(6, 5120, "bfloat16", 128, 64, 64)
     ring = Ring.create(ring_path(f"cuda-{os.getpid()}", 0), spec, "cuda")
     ring.populate()
     ring.cuda_register()
@@ -39,7 +39,7 @@ def test_registered_pages_copy_at_the_rate_of_pinned_memory_and_bit_for_bit() ->
     pinned = torch.empty_like(taps, device="cpu", pin_memory=True)
     measured = {"ring": rate(into), "pinned": rate([(pinned, taps)])}
     print(measured)
-    assert measured["ring"] > 0.5 * measured["pinned"]
+    assert measured["ring"] > 0.85 * measured["pinned"]
     ring.commit(write)
     lease = ring.lease(1, timeout=5)
     back = torch.cat([view.to("cuda", non_blocking=True) for _, _, view in ring.views(lease)], dim=1)

@@ -20,8 +20,8 @@ PLAN = {"hidden": 5120, "streams": 6, "dtype_bytes": 2, "token_budget": 49152, "
 
 def test_the_reference_ring() -> None:
     size = plan_ring(**PLAN, max_bytes=None, max_seq_len=8192, page_tokens=None, max_batch_size=64)  # type: ignore[arg-type]
-    assert size.page_tokens == 32 and size.page_bytes == 32 * 6 * 5120 * 2
-    assert size.capacity_tokens == 90 * 49152 == size.n_pages * 32
+    assert size.page_tokens == 128 and size.page_bytes == 128 * 6 * 5120 * 2
+    assert size.capacity_tokens == 90 * 49152 == size.n_pages * 128
     assert size.bytes == size.spec("bfloat16").bytes
     assert 0 < size.bytes - size.n_pages * size.page_bytes < 0.001 * size.bytes, (
         "the tables cost less than a thousandth"
