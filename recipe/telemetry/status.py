@@ -80,13 +80,13 @@ def _judge(run_dir: RunDir, fields: Mapping[str, Any]) -> Status:
         return replace(status, state=_ENDED[phase], eta_s=None, message=str(fields.get("message") or phase))
     for check in (_gone, _stopped, _silent):
         if trouble := check(fields, process, status):
-            return replace(status, state=trouble[0], message=f"{trouble[1]}; see {run_dir.train_log}")
+            return replace(status, state=trouble[0], eta_s=None, message=f"{trouble[1]}; see {run_dir.train_log}")
     if status.loss is not None and not math.isfinite(status.loss):
-        return replace(status, state="DIVERGED", message=f"the loss is {status.loss} at step {status.step}")
+        return replace(status, state="DIVERGED", eta_s=None, message=f"the loss is {status.loss} at step {status.step}")
     expect_s = float(fields.get("expect_s", math.inf))
     if status.last_progress_s is not None and status.last_progress_s > expect_s:
         what = f"alive, but no progress for {duration(status.last_progress_s)} (expected within {duration(expect_s)})"
-        return replace(status, state="STALLED", message=f"{what} while {_activity(fields)}")
+        return replace(status, state="STALLED", eta_s=None, message=f"{what} while {_activity(fields)}")
     return replace(status, message=_activity(fields))
 
 

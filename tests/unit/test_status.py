@@ -31,10 +31,11 @@ from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status import StatusWriter
 run = RunDir.create(sys.argv[1], "r")
-status = StatusWriter(run, 100, [ProcessId.own(2, "drafter")], stall_after_s=1.0, min_stall_s=1.0, heartbeat_s=0.2)
+status = StatusWriter(run, 100, [ProcessId.own(2, "drafter")], stall_after_s=LIMIT, min_stall_s=LIMIT, heartbeat_s=0.2)
 """
+# A generous limit where being slow on a busy machine must not look like a stall, a short one where it shall stall.
 TRAIN = (
-    START
+    START.replace("LIMIT", "60.0")
     + """
 for step in range(10**6):
     status.training(step, 100, 1.5, 900.0, 60.0, 'drafter')
@@ -52,7 +53,7 @@ try:
 except ConfigError:
     sys.exit(2)
 """
-STUCK = START + "status.training(7, 100, 1.5); print('x', flush=True); time.sleep(60)"
+STUCK = START.replace("LIMIT", "1.0") + "status.training(7, 100, 1.5); time.sleep(600)"
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def child(code: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Ru
         process.wait(10)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -97,6 +98,7 @@ def test_a_training_run_then_stopped_then_woken_then_killed(tmp_path: Path) -> N
         os.kill(process.pid, signal.SIGSTOP)
         status = wait_state(run, "STALLED")
         assert "rank 2 (drafter)" in status.message and "SIGSTOP" in status.message and status.exit_code == 3
+        assert status.eta_s is None
         assert command(str(run.path)).returncode == 3
         os.kill(process.pid, signal.SIGCONT)
         wait_state(run, "TRAINING")
@@ -114,8 +116,13 @@ def test_alive_without_progress_is_not_healthy(tmp_path: Path) -> None:
     with child(STUCK, tmp_path) as (process, run):
         status = wait_state(run, "STALLED")
         assert process.poll() is None and status.step == 7
-        assert (status.heartbeat_s or 0) < 1.0 < (status.last_progress_s or 0), "it breathes, but it does not move"
         assert "no progress" in status.message
+
+        def breathes_but_stands() -> bool:
+            now = read_status(run)
+            return 2 * (now.heartbeat_s or 0) < (now.last_progress_s or 0) - 1.0
+
+        wait_for(breathes_but_stands)
 
 
 def test_another_rank_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_phases_of_a_start_and_ends(tmp_path: Path) -> None:
 
 def test_progress_is_what_moves_not_what_is_repeated(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "r")
-    writer = StatusWriter(run, stall_after_s=0.6, heartbeat_s=0.05)
+    writer = StatusWriter(run, stall_after_s=1.5, heartbeat_s=0.05)
 
     def repeat() -> Status | None:
         writer.filling(3, 30)
@@ -299,10 +306,10 @@ def test_a_disk_that_hangs_stops_neither_training_nor_the_end(tmp_path: Path, mo
     started = time.monotonic()
     for step in range(1000):
         writer.training(step, 1000, 1.0)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0, "hung with the disk"
     writer.dead(0, "drafter", "disk")
     writer.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
     release.set()
 
 

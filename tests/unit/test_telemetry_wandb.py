@@ -57,7 +57,7 @@ def launch(
 def test_no_key_is_one_line_and_no_wait(tmp_path: Path) -> None:
     output, seconds = launch(tmp_path, "auto")
     assert output.splitlines()[0].startswith("wandb: off (no key is configured)") and "active False" in output
-    assert len(output.splitlines()) == 2 and seconds < 10
+    assert len(output.splitlines()) == 2 and seconds < 30
     assert not (tmp_path / "r" / "wandb").exists()
 
 
@@ -68,7 +68,7 @@ def test_a_key_without_network_keeps_the_run_offline(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         output, seconds = launch(tmp_path, "auto", WANDB_API_KEY=KEY, WANDB_BASE_URL=url)
     assert "cannot be reached; kept offline" in output and "active True" in output and KEY not in output
-    assert seconds < 60
+    assert seconds < 90
     assert list((tmp_path / "r" / "wandb").glob("offline-run-*"))
 
 
