@@ -7,18 +7,16 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipe.config import RunConfig
+from recipe.config import RunConfig, load_config_text
 from recipe.config.checks import check
 from recipe.config.derive import resolve
 from recipe.config.feasibility import ring_size
-from recipe.config.load import parse_config
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule
 from recipe.errors import ConfigError
@@ -27,11 +25,11 @@ from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import Watchdog
 from recipe.roles.worlds import init_world, leave_world, pick_device
-from recipe.scene import Scene
+from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
 from recipe.telemetry.run_dir import RunDir
 
-START_UP_S = 1800.0  # the longest that any rank may be ahead of another while the run starts
+END_S = 24 * 3600.0  # targets are done long before the drafters; who dies meanwhile is noticed by the watchdog
 
 
 class Launch:
@@ -60,10 +58,10 @@ class Launch:
     def _live(self) -> None:
         limit_threads(self.role, self.config)
         agreed = self._agree()
-        self.config = parse_config(agreed["config"], "the resolved config")
+        self.config = load_config_text(agreed["config"], source="the resolved config")
         device = pick_device(self.role, self.config.dflash.layout.device)
         rows = Rows.open(self.config.dflash.data.path)
-        schedule = plan_schedule(self.config, rows, self.role.nodes)
+        schedule = Schedule.of(self.config, rows.lengths, self.role.nodes)
         shape = TargetShape.resolve(self.config.dflash.target.path, self.config.dflash.target.revision)
         self.ring = self._meet(shape, rows, device)
         init_world(self.role, self.store, device, self.config.dflash.ring.timeout_s + 60.0)
@@ -71,6 +69,7 @@ class Launch:
             self.role, self.config, shape, device, rows, schedule, self.ring, self.watchdog, self.store,
             Path(agreed["run_dir"]), int(agreed["first_step"]), self.args.resume,
         )  # fmt: skip
+        self.watchdog.progress("importing the model code")
         if self.role.kind == "target":
             from recipe.target.role import run_target
 
@@ -118,7 +117,7 @@ class Launch:
         """A user's mistake: one message from one rank, exit 2 from all, nothing left behind."""
         if message is not None:
             print(f"error: {message}", file=sys.stderr, flush=True)
-        self.store.arrive("refused", self.role, self.role.world_size, 60.0)
+        self.store.arrive("refused", self.role, self.role.world_size, 60.0, self.watchdog.tick)
         self._part()
         os._exit(2)
 
@@ -140,7 +139,7 @@ class Launch:
             found = self.store.get(key, START_UP_S)
             assert isinstance(found, list)
             ring = Ring.attach(found[0], found[1], spec=spec, on_wait=self._on_wait)
-        self.store.arrive(f"mapped/{node}", self.role, local, START_UP_S, poll_s=0.05)
+        self.store.arrive(f"mapped/{node}", self.role, local, START_UP_S, self.watchdog.tick)
         ring.unlink()
 
         def progress(done: int, total: int) -> None:
@@ -150,7 +149,7 @@ class Launch:
         if device.type == "cuda":
             self.watchdog.progress("pinning the ring's memory")
             ring.cuda_register()
-        self.store.arrive(f"touched/{node}", self.role, local, START_UP_S, poll_s=0.05)
+        self.store.arrive(f"touched/{node}", self.role, local, START_UP_S, self.watchdog.tick)
         return ring
 
     def _on_wait(self, what: str, seconds: float) -> None:
@@ -161,7 +160,7 @@ class Launch:
 
     def _leave(self) -> None:
         self.watchdog.progress("waiting for the others to end")
-        self.store.arrive("end", self.role, self.role.world_size, self.config.dflash.ring.timeout_s + START_UP_S)
+        self.store.arrive("end", self.role, self.role.world_size, END_S, self.watchdog.tick)
         self.store.put("ended", True)
         if self.ring is not None:
             self.ring.close()
@@ -179,10 +178,9 @@ class Launch:
         """Rank 0 serves the store, so it leaves last."""
         self.store.put("ended", True)
         self.watchdog.finish()
-        left = self.store.raw.add("barrier/left", 1)
-        while self.role.rank == 0 and left < self.role.world_size:
-            time.sleep(0.05)
-            left = self.store.raw.add("barrier/left", 0)
+        self.store.check_in("left")
+        if self.role.rank == 0:
+            self.store.wait_for("left", self.role, self.role.world_size, 60.0, self.watchdog.tick)
 
 
 def limit_threads(role: Role, config: RunConfig) -> None:
@@ -190,22 +188,3 @@ def limit_threads(role: Role, config: RunConfig) -> None:
     if config.dflash.layout.device == "cpu" or not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // (role.world_size // role.nodes)))
-
-
-def plan_schedule(config: RunConfig, rows: Rows, nodes: int) -> Schedule:
-    """The run's schedule; the same on every rank because it depends on the agreed config and the rows alone."""
-    ours = config.dflash
-    return Schedule(
-        rows.lengths,
-        seed=ours.run.seed,
-        epochs=ours.run.epochs,
-        reuse=ours.ring.reuse,
-        token_budget=ours.data.token_budget,
-        max_batch_size=ours.data.max_batch_size,
-        min_ready=ours.ring.min_ready,
-        nodes=nodes,
-        drafters=len(ours.layout.drafter_gpus),
-        accumulation=config.gradient_accumulation_steps,
-        max_steps=ours.run.max_steps,
-    )
-

@@ -16,6 +16,7 @@ from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import Watchdog
 from recipe.shapes import TargetShape
 
+START_UP_S = 1800.0  # the longest that any rank may be ahead of another while the run starts
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
@@ -27,9 +28,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def quieten() -> None:
+    """Keep four libraries' notes to their own developers out of the user's terminal; errors still come through."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if not Path("/dev/nvidiactl").exists() else "cuda")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def main(argv: list[str] | None = None) -> None:
     block_signals()
     process.die_with_parent()
+    quieten()
     args = parse_arguments(argv)
     from recipe.config import load_config
     from recipe.errors import ConfigError

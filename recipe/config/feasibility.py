@@ -112,20 +112,8 @@ def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: i
 def _schedule(config: RunConfig, rows: Rows, nodes: int) -> Schedule:
     from recipe.data.schedule import Schedule
 
-    run, data, ring = config.dflash.run, config.dflash.data, config.dflash.ring
-    schedule = Schedule(
-        rows.lengths,
-        seed=run.seed,
-        epochs=run.epochs,
-        reuse=ring.reuse,
-        token_budget=data.token_budget,
-        max_batch_size=data.max_batch_size,
-        min_ready=ring.min_ready,
-        nodes=nodes,
-        drafters=len(config.dflash.layout.drafter_gpus),
-        accumulation=config.gradient_accumulation_steps,
-        max_steps=run.max_steps,
-    )
+    data = config.dflash.data
+    schedule = Schedule.of(config, rows.lengths, nodes)
     without = [node for node in range(nodes) if not schedule.batches(0, node)]
     if without:
         rule = f"{len(rows)} rows make fewer batches than there are nodes: nodes {without} of {nodes} have none"

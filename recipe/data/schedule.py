@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from recipe.config.deepspeed_keys import RunConfig
 from recipe.data.delivery import Delivery, plan_delivery
 from recipe.data.plan import plan_epoch
 
@@ -82,6 +83,24 @@ class Schedule:
         self.first_step_of_epoch = np.concatenate([[0], np.cumsum(self.steps_of_epoch)])
         every = int(self.first_step_of_epoch[-1])
         self.total_steps = every if max_steps is None else min(every, max_steps)
+
+    @classmethod
+    def of(cls, config: RunConfig, lengths: np.ndarray, nodes: int) -> Schedule:
+        """The schedule of a resolved config on rows of these lengths; the same on every rank."""
+        ours = config.dflash
+        return cls(
+            lengths,
+            seed=ours.run.seed,
+            epochs=ours.run.epochs,
+            reuse=ours.ring.reuse,
+            token_budget=ours.data.token_budget,
+            max_batch_size=ours.data.max_batch_size,
+            min_ready=ours.ring.min_ready,
+            nodes=nodes,
+            drafters=len(ours.layout.drafter_gpus),
+            accumulation=config.gradient_accumulation_steps,
+            max_steps=ours.run.max_steps,
+        )
 
     def _batches(self, epoch: int, node: int) -> list[np.ndarray]:
         plan = plan_epoch(self.lengths, self.seed, epoch, self.token_budget, self.max_batch_size, self.nodes)

@@ -1,8 +1,8 @@
 """Checkpoints of the drafter: written under a temporary name, complete or not there, the same one on every rank.
 
-    checkpoints/step_00000400/   DeepSpeed's files (masters, optimizer, schedule), weights.safetensors and config.json
-                                 (what `export` reads), state.json (the one counter, and what a resume must match)
-    checkpoints/latest           the name of the newest complete one
+checkpoints/step_00000400/   DeepSpeed's files (masters, optimizer, schedule), weights.safetensors and config.json
+                             (what `export` reads), state.json (the one counter, and what a resume must match)
+checkpoints/latest           the name of the newest complete one
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def steps_of(checkpoints: Path) -> list[int]:
 class Checkpoints:
     """Saving and restoring in one run. Every rank of the drafter world calls every method together."""
 
-    def __init__(self, folder: Path, config: DrafterConfig, identity: Mapping[str, Any], keep: int, leader: bool) -> None:
+    def __init__(
+        self, folder: Path, config: DrafterConfig, identity: Mapping[str, Any], keep: int, leader: bool
+    ) -> None:
         self.folder, self.config, self.identity = folder, config, dict(identity)
         self.keep, self.leader = keep, leader
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+from recipe.config import RunConfig
 from recipe.drafter.checkpoint import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.ring import RingTimeout
 from recipe.scene import Scene
 from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
 from recipe.telemetry.logline import TrainLog
@@ -14,6 +16,11 @@ from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
 from recipe.telemetry.status_writer import StatusWriter
 from recipe.telemetry.wandb_run import WandbRun
+
+
+def gate_tokens(config: RunConfig) -> int:
+    """Tokens that must be ready before the drafters start."""
+    return config.dflash.ring.min_ready * config.dflash.data.token_budget
 
 
 class Desk:
@@ -34,7 +41,11 @@ class Desk:
         scene.watchdog.on_end.append(self._on_end)
         telemetry = config.dflash.telemetry
         self.wandb = WandbRun(
-            run_dir, config.model_dump(mode="json"), config.dflash.run.name, telemetry.wandb.project, telemetry.wandb.mode
+            run_dir,
+            config.model_dump(mode="json"),
+            config.dflash.run.name,
+            telemetry.wandb.project,
+            telemetry.wandb.mode,
         )
         self._sampler = None
         if self._nvml is not None:
@@ -56,25 +67,22 @@ class Desk:
         )
 
     def fill(self) -> None:
-        """The drafters are ready and wait for the reservoir; the start-up display goes over to the ring's filling."""
+        """Both sides are ready and the drafters wait for the reservoir: show how it fills."""
         self.start_up.stop()
-        ours, ring = self.scene.config.dflash, self.scene.ring
-        said = -1
+        ours, ring, said = self.scene.config.dflash, self.scene.ring, -1
         deadline = time.monotonic() + ours.ring.timeout_s
-        while time.monotonic() < deadline:
-            stats = ring.stats()
-            ready = min(int(stats.ready_tokens / ours.data.token_budget), ours.ring.min_ready)
+        while True:
+            ready = min(ring.stats().ready_tokens // ours.data.token_budget, ours.ring.min_ready)
             self.status.filling(ready, ours.ring.min_ready)
             if ready != said:
+                self.log.event(f"filling {ready}/{ours.ring.min_ready}")
                 said = ready
-                phases = self.scene.watchdog.phases().values()
-                loading = [p for p in phases if p["phase"].startswith("loading") and p["total"]]
-                extra = f" (target: {loading[0]['phase']} {loading[0]['done']}/{loading[0]['total']})" if loading else ""
-                self.log.event(f"filling {ready}/{ours.ring.min_ready}{extra}")
-            if ring.gate_is_open(ours.ring.min_ready * ours.data.token_budget):
+            try:
+                ring.wait_ready(gate_tokens(self.scene.config), 1.0)
                 return
-            self.scene.watchdog.tick()
-            time.sleep(0.5)
+            except RingTimeout:
+                if time.monotonic() > deadline:
+                    raise
 
     def train(self, first_step: int) -> RunReporter:
         """Training starts now."""

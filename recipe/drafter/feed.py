@@ -21,6 +21,9 @@ from recipe.errors import RunError
 from recipe.ring import Ring
 
 
+NOTHING = HostLayout.build([1], [np.zeros(0, np.int64)], np.zeros(1, bool), None)
+
+
 @dataclass(frozen=True)
 class Planned:
     """A micro-batch before its taps are there: enough for its weight. Empty for a rank that has no data left."""
@@ -82,8 +85,11 @@ class Feed:
         ]
         masks = [sequence.loss_mask for sequence in sequences]
         anchors = plan_anchors(masks, [sequence.key for sequence in sequences], self.max_anchors, self.seed)
-        mask = np.concatenate(masks) if masks else np.zeros(0, bool)
-        return Planned(sequences, anchors, HostLayout.build([len(m) for m in masks], anchors, mask, self.slots))
+        if not sequences:
+            return Planned([], [], NOTHING)
+        return Planned(
+            sequences, anchors, HostLayout.build([len(m) for m in masks], anchors, np.concatenate(masks), self.slots)
+        )
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of ``step`` in order, on the device; the one after is read meanwhile."""

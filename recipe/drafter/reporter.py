@@ -120,7 +120,7 @@ class StartUp(threading.Thread):
         busy = [phase for phase in phases.values() if phase["phase"] not in ("ready", "producing", "filling")]
         if not busy:
             return
-        slowest = min(busy, key=lambda phase: (phase["done"] / phase["total"] if phase["total"] else 0.0))
+        slowest = min(busy, key=lambda phase: phase["done"] / phase["total"] if phase["total"] else 0.0)
         counted = f" {slowest['done']}/{slowest['total']}" if slowest["total"] else ""
         self._status.phase(slowest["phase"], slowest["done"] or None, slowest["total"] or None)
         text = f"{slowest['phase']}{counted} ({len(busy)} of {len(phases)} ranks)"

@@ -10,15 +10,14 @@ from torch import Tensor
 from recipe.config import RunConfig
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.config import DrafterConfig
-from recipe.drafter.desk import Desk
+from recipe.drafter.desk import Desk, gate_tokens
 from recipe.drafter.feed import Feed
-from recipe.drafter.init_from import load_drafter
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
 from recipe.roles.engine import build_engine
-from recipe.scene import Scene
+from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
 
@@ -51,10 +50,12 @@ def run_drafter(scene: Scene, run_dir: RunDir | None) -> None:
     if scene.resume:
         checkpoints.restore(engine, scene.first_step)
     feed = _feed(scene)
-    scene.watchdog.progress("filling")
+    scene.watchdog.progress("ready")
+    targets = scene.role.replicas * scene.role.tp
+    scene.store.wait_for(f"target-ready/{scene.role.node}", scene.role, targets, START_UP_S, scene.watchdog.tick)
     if desk is not None:
         desk.fill()
-    scene.ring.wait_ready(_gate_tokens(scene), float(scene.config.dflash.ring.timeout_s))
+    scene.ring.wait_ready(gate_tokens(scene.config), float(scene.config.dflash.ring.timeout_s))
     run = scene.config.dflash.run
     trainer = Trainer(
         engine,
@@ -106,6 +107,8 @@ def _engine(scene: Scene) -> Any:
     config = DrafterConfig.build(ours.drafter, scene.shape, scene.taps, mask_id)
     module = DFlashDrafter(config, ours.drafter.attention).initialize(ours.run.seed)
     if ours.drafter.init_from is not None:
+        from recipe.drafter.init_from import load_drafter
+
         _, weights = load_drafter(ours.drafter.init_from, config)
         module.load_state_dict(weights)
     steps = scene.schedule.total_steps
@@ -130,7 +133,3 @@ def _feed(scene: Scene) -> Feed:
         device=scene.device,
         timeout_s=float(ours.ring.timeout_s),
     )
-
-
-def _gate_tokens(scene: Scene) -> int:
-    return scene.config.dflash.ring.min_ready * scene.config.dflash.data.token_budget

@@ -108,9 +108,7 @@ class Trainer:
         norm = gradient_norm(self.engine)
         skipped = math.isnan(norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        facts = StepFacts(
-            time.monotonic() - started, waited_s, tokens, norm, learning_rate(self.engine), skipped
-        )
+        facts = StepFacts(time.monotonic() - started, waited_s, tokens, norm, learning_rate(self.engine), skipped)
         self.reporter.step(step, facts)
         if skipped:
             self.reporter.event(f"step {step} skipped: non-finite gradients ({self._skipped_in_a_row} in a row)")

@@ -33,9 +33,9 @@ def parent_of(pid: int) -> int | None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent (the launcher) dies, however it dies."""
+    """Ask the kernel for SIGTERM when the parent (the launcher) dies, however it dies; the watchdog then says so."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 

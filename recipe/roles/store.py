@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from recipe.errors import ConfigError, RunError
 from recipe.roles.role import Role
 
 CONNECT_TIMEOUT_S = 300.0
+POLL_S = 0.1
 
 
 class ControlStore:
@@ -68,16 +70,26 @@ class ControlStore:
         stored = self.raw.compare_set("abort", "", text)
         return json.loads(stored or text)
 
-    def arrive(self, barrier: str, role: Role, members: int, timeout_s: float, poll_s: float = 0.2) -> None:
-        """Wait until ``members`` ranks have arrived at ``barrier``; polling keeps every connection usable.
+    def check_in(self, barrier: str) -> int:
+        """Count this rank in at ``barrier`` without waiting; returns how many are there."""
+        return int(self.raw.add(f"barrier/{barrier}", 1))
+
+    def arrive(self, barrier: str, role: Role, members: int, timeout_s: float, tick: Callable[[], None]) -> None:
+        """Count in and wait until ``members`` ranks have; see `wait_for`."""
+        self.check_in(barrier)
+        self.wait_for(barrier, role, members, timeout_s, tick)
+
+    def wait_for(self, barrier: str, role: Role, members: int, timeout_s: float, tick: Callable[[], None]) -> None:
+        """Wait until ``members`` ranks have checked in. Polling keeps the connection usable by other threads.
+
+        ``tick`` is called at every look: waiting for others is not hanging, and they are watched themselves.
 
         Raises:
-            RunError: not all have arrived after ``timeout_s`` seconds.
+            RunError: not all are there after ``timeout_s`` seconds.
         """
-        arrived = self.raw.add(f"barrier/{barrier}", 1)
         deadline = time.monotonic() + timeout_s
-        while arrived < members:
+        while (arrived := self.raw.add(f"barrier/{barrier}", 0)) < members:
             if time.monotonic() > deadline:
                 raise RunError(f"{role.name}: only {arrived} of {members} ranks reached {barrier!r} in {timeout_s:.0f} s")
-            time.sleep(poll_s)
-            arrived = self.raw.add(f"barrier/{barrier}", 0)
+            tick()
+            time.sleep(POLL_S)

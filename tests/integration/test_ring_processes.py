@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.ring import Ring, RingAborted, RingSpec, RingTimeout, ring_path
+from recipe.ring import Ring, RingAborted, RingSpec, RingTimeout, monitor, ring_path
 from recipe.ring.monitor import Section
 from recipe.ring.sync import Event
 
@@ -105,7 +105,7 @@ def peer(path: Path, work: Callable[[Ring], None]) -> int:
     """A child with a ring handle of its own."""
 
     def run() -> None:
-        ring = Ring.attach(path, "run", timeout=10)
+        ring = Ring.attach(path, "run", timeout=30)
         try:
             work(ring)
         finally:
@@ -190,7 +190,7 @@ def kill_one_at_random(seed: int, folder: Path) -> str:
             time.sleep(0.001)
         victim = rng.choice(pids)
         os.kill(victim, signal.SIGKILL)
-        codes = wait_for(pids, 12)
+        codes = wait_for(pids, 40)
         assert codes.pop(victim) in (-signal.SIGKILL, DONE)
         found = delivered(folder)
         assert len(set(found)) == len(found), "something was delivered twice"
@@ -225,7 +225,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_producer_killed_in_the_middle_of_an_update_aborts_the_ring() -> None:
+def test_a_producer_killed_in_the_middle_of_an_update_aborts_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "SLICE_S", 60.0)  # so that only the abort can wake the waiter
+
     def half_an_update(ring: Ring) -> None:
         with Section(ring._monitor) as section:
             section.begin("reserve")
@@ -236,10 +238,10 @@ def test_a_producer_killed_in_the_middle_of_an_update_aborts_the_ring() -> None:
         waiter = peer(ring.path, lambda r: r.lease(1, 0, timeout=30) and None)
         time.sleep(0.2)
         victim = peer(ring.path, half_an_update)
-        assert wait_for([victim], 5)[victim] == -signal.SIGKILL
+        assert wait_for([victim], 30)[victim] == -signal.SIGKILL
         with pytest.raises(RingAborted, match=f"pid {victim} died in the middle of 'reserve'"):
             ring.finish(0)
-        assert wait_for([waiter], 0.8)[waiter] == ABORTED
+        assert wait_for([waiter], 20)[waiter] == ABORTED
 
 
 def test_the_lock_of_a_holder_killed_between_updates_is_recovered() -> None:
@@ -250,7 +252,7 @@ def test_the_lock_of_a_holder_killed_between_updates_is_recovered() -> None:
     with new_ring() as ring:
         for batch in range(3):
             victim = peer(ring.path, hold)
-            wait_for([victim], 5)
+            wait_for([victim], 30)
             for write in ring.reserve(batch, [(batch, 9, 0)], timeout=5):
                 ring.commit(write)
             for reuse_index in range(3):
@@ -259,33 +261,33 @@ def test_the_lock_of_a_holder_killed_between_updates_is_recovered() -> None:
         begun = time.monotonic()
         with pytest.raises(RingAborted, match=r"pid \d+ died without closing the ring"):
             ring.lease(99, 0, timeout=30)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 12
 
 
 def test_a_consumer_killed_with_a_lease_aborts_the_ring_and_is_named() -> None:
     def lease_and_die(ring: Ring) -> None:
-        ring.lease(7, 1, timeout=10)
+        ring.lease(7, 1, timeout=30)
         die()
 
     with new_ring() as ring:
         ring.commit(ring.reserve(0, [(7, 9, 0)], timeout=0)[0])
         victim = peer(ring.path, lease_and_die)
-        wait_for([victim], 5)
+        wait_for([victim], 30)
         begun = time.monotonic()
         with pytest.raises(RingAborted, match=f"pid {victim} died .* it leases entry 7 reuse 1"):
             ring.lease(8, 0, timeout=30)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 12
 
 
 def test_a_joined_rank_killed_before_its_commit_aborts_the_ring() -> None:
     def join_and_die(ring: Ring) -> None:
-        ring.join(0, [7], timeout=10)
+        ring.join(0, [7], timeout=30)
         die()
 
     with new_ring() as ring:
         ring.commit(ring.reserve(0, [(7, 9, 0)], parts=2, timeout=0)[0])
         victim = peer(ring.path, join_and_die)
-        wait_for([victim], 5)
+        wait_for([victim], 30)
         with pytest.raises(RingAborted, match=f"pid {victim} died .* has 1 parts to commit"):
             ring.lease(7, 0, timeout=30)
 
@@ -295,11 +297,11 @@ def test_waiters_that_are_killed_do_not_hang_those_who_wake() -> None:
     with new_ring() as ring:
         event: Event = ring._monitor.events[0]
         for _ in range(8):
-            victims = [fork(lambda: event.wait(event.value(), 20)) for _ in range(3)]
+            victims = [fork(lambda: event.wait(event.value(), 60)) for _ in range(3)]
             time.sleep(0.03)
             os.kill(victims[0], signal.SIGKILL)
             begun = time.monotonic()
-            while len(victims) > 0 and time.monotonic() - begun < 5:
+            while len(victims) > 0 and time.monotonic() - begun < 30:
                 with Section(ring._monitor) as section:
                     section.notify(0)
                 victims = [pid for pid in victims if not os.waitpid(pid, os.WNOHANG)[0]]
@@ -321,10 +323,10 @@ def test_a_stopped_holder_is_named_and_the_ring_can_still_be_aborted() -> None:
             ring.finish(0)
         begun = time.monotonic()
         ring.abort("the watchdog says so")
-        assert time.monotonic() - begun < 1.5
-        assert wait_for([waiter], 3)[waiter] == ABORTED
+        assert time.monotonic() - begun < 8
+        assert wait_for([waiter], 20)[waiter] == ABORTED
         os.kill(stopped, signal.SIGCONT)
-        wait_for([stopped], 5)
+        wait_for([stopped], 30)
         assert ring.stats().aborted == "the watchdog says so"
 
 
@@ -337,7 +339,7 @@ def test_a_forked_child_may_use_its_parents_handle() -> None:
 
         pid = fork(child)
         assert ring.lease(1, 0, timeout=5).n_tokens == 9
-        assert wait_for([pid], 5)[pid] == DONE
+        assert wait_for([pid], 30)[pid] == DONE
         assert ring.path.exists(), "a child took the name away"
         assert ring.stats().aborted is None
 
@@ -369,7 +371,7 @@ def no_growth(entries: int) -> None:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         costs = [pump(ring, entries // 10) for _ in range(10)]
         print(f"{1e6 * min(costs):.1f} µs of CPU per entry")
-        assert min(costs[5:]) < 1.3 * min(costs[:5]), costs
+        assert min(costs[5:]) < 1.5 * min(costs[:5]), costs
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2048  # KiB
         ring.check_invariants()
 
