@@ -121,6 +121,8 @@ class StatusWriter:
 
     def close(self) -> None:
         """Write what is noted and stop the heartbeat. Without a terminal state the run will count as dead."""
+        if self._terminal:
+            return  # written and stopped already
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_PATIENCE_S)
