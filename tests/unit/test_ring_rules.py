@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipe.errors import ConfigError, RunError
-from recipe.ring import Ring, RingAborted, RingSpec, RingTimeout, ring_path
+from recipe.ring import Ring, RingAborted, RingSpec, RingTimeout, monitor, ring_path
 from recipe.ring import layout as L
 from recipe.ring.monitor import Section
 
@@ -34,9 +34,15 @@ def ring(path: Path) -> Iterator[Ring]:
     ring.close()
 
 
+@pytest.fixture
+def only_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiters do not look round by themselves for half a minute: what wakes them in these tests is an event."""
+    monkeypatch.setattr(monitor, "SLICE_S", 30.0)
+
+
 def put(ring: Ring, batch: int, entries: list[tuple[int, int]]) -> None:
     """Reserves, fills token t of stream s of entry e with e·1000 + s·100 + t, and commits."""
-    for write in ring.reserve(batch, [(entry, n, entry + 7) for entry, n in entries], timeout=1):
+    for write in ring.reserve(batch, [(entry, n, entry + 7) for entry, n in entries], timeout=20):
         for begin, end, view in ring.views(write):
             view.copy_(expected(ring.spec, write.entry_id, begin, end))
         ring.commit(write)
@@ -125,7 +131,7 @@ def test_a_batch_larger_than_the_ring_is_refused_at_once(ring: Ring, entries: li
     begun = time.monotonic()
     with pytest.raises(RunError, match="the whole ring has 10 and 6"):
         ring.reserve(0, [(entry, n, 0) for entry, n in entries], timeout=30)
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 15
 
 
 @pytest.mark.parametrize("entry", [(-1, 4, 0), (1, 0, 0), (1, 4, 1 << 64)])
@@ -144,19 +150,20 @@ def test_a_batch_is_reserved_whole_or_not_at_all(ring: Ring) -> None:
     assert ring.stats().producer_wait_s >= 0.04
 
 
+@pytest.mark.usefixtures("only_events")
 def test_back_pressure_ends_when_pages_come_back(ring: Ring) -> None:
     put(ring, 0, [(1, 40)])
     done: list[float] = []
     thread = threading.Thread(target=lambda: (put(ring, 1, [(2, 4)]), done.append(time.monotonic())))
     thread.start()
-    ring.release(ring.lease(1, 0, timeout=1))
+    ring.release(ring.lease(1, 0, timeout=20))
     time.sleep(0.1)
     assert not done
-    last = ring.lease(1, 1, timeout=1)
+    last = ring.lease(1, 1, timeout=20)
     freed = time.monotonic()
     ring.release(last)
-    thread.join(5)
-    assert done[0] - freed < 0.9, "the producer slept on until its once-a-second look"
+    thread.join(20)
+    assert done and done[0] > freed
     ring.check_invariants()
 
 
@@ -181,6 +188,7 @@ def test_parts_of_a_tensor_parallel_group(ring: Ring) -> None:
         ring.join(1, [9], timeout=0.02)
 
 
+@pytest.mark.usefixtures("only_events")
 def test_waiting_for_what_never_comes_is_an_error_once_all_have_finished(path: Path) -> None:
     ring = Ring.create(path, SPEC, "run", producers=2)
     failures: list[BaseException] = []
@@ -198,7 +206,7 @@ def test_waiting_for_what_never_comes_is_an_error_once_all_have_finished(path: P
     time.sleep(0.05)
     assert thread.is_alive()
     ring.finish(1)
-    thread.join(0.9)
+    thread.join(20)
     assert "never come" in str(failures[0])
     with pytest.raises(RunError, match="producer 2 does not exist"):
         ring.finish(2)
@@ -220,20 +228,21 @@ def test_the_start_gate(ring: Ring) -> None:
     assert ring.wait_ready(9, timeout=0) == "finished"
 
 
+@pytest.mark.usefixtures("only_events")
 def test_the_start_gate_opens_when_the_ring_can_get_no_fuller(ring: Ring) -> None:
     put(ring, 0, [(1, 30)])  # 8 of 10 pages
     blocked = threading.Thread(target=put, args=(ring, 1, [(2, 12)]))
     reasons: list[str] = []
-    gate = threading.Thread(target=lambda: reasons.append(ring.wait_ready(40, timeout=5)))
+    gate = threading.Thread(target=lambda: reasons.append(ring.wait_ready(40, timeout=60)))
     gate.start()
     with pytest.raises(RingTimeout):
         ring.reserve(1, [(2, 12, 0)], timeout=0.05)
-    gate.join(0.9)
+    gate.join(20)
     assert reasons == ["full"]
     blocked.start()
     for reuse_index in range(2):
         ring.release(ring.lease(1, reuse_index, timeout=1))
-    blocked.join(5)
+    blocked.join(20)
     assert ring.lease(2, 0, timeout=0).n_tokens == 12
 
 
@@ -247,6 +256,7 @@ def test_drained(ring: Ring) -> None:
     ring.wait_drained(timeout=0)
 
 
+@pytest.mark.usefixtures("only_events")
 def test_abort_wakes_every_kind_of_waiter_at_once(path: Path) -> None:
     ring = Ring.create(path, SPEC, "run")
     ring.reserve(0, [(1, 40, 0)], parts=2, timeout=0)
@@ -270,12 +280,10 @@ def test_abort_wakes_every_kind_of_waiter_at_once(path: Path) -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.1)
-    begun = time.monotonic()
     ring.abort("rank 3 burnt down")
     ring.abort("a later reason")
     for thread in threads:
-        thread.join(5)
-    assert time.monotonic() - begun < 0.8
+        thread.join(20)
     assert len(caught) == len(waits) and {error.reason for error in caught} == {"rank 3 burnt down"}
     assert ring.stats().aborted == "rank 3 burnt down"
     with pytest.raises(RingAborted):
@@ -294,7 +302,7 @@ def test_on_wait_is_called_every_second_and_may_end_the_wait(path: Path) -> None
     ring = Ring.create(path, SPEC, "run", on_wait=on_wait)
     with pytest.raises(KeyError, match="watchdog"):
         ring.lease(3, timeout=30)
-    assert calls[0][0] == "entry 3 (reuse index 0)" and 1.0 <= calls[0][1] < 1.9 and 2.0 <= calls[1][1] < 3.5
+    assert calls[0][0] == "entry 3 (reuse index 0)" and 1.0 <= calls[0][1] < 10 and 2.0 <= calls[1][1] < 20
     assert ring.stats().consumer_wait_s > 0.9
     ring.close()
 
