@@ -126,8 +126,8 @@ def _compare(
     position = first_difference(plain, other)
     if position is None:
         return None
-    tokens = (tokens[position] if position < len(tokens) else None for tokens in (plain, other))
-    return Mismatch(index, position, *tokens, gap=None, noise=None, numeric_tie=False)
+    one, two = (tokens[position] if position < len(tokens) else None for tokens in (plain, other))
+    return Mismatch(index, position, one, two, gap=None, noise=None, numeric_tie=False)
 
 
 def _evaluation(

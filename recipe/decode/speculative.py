@@ -44,7 +44,7 @@ class BlockProposer:
     ) -> None:
         self.drafter, self.embed, self.head, self.variant = drafter, embed, head, variant
         self.block_size = drafter.config.block_size
-        self.target_layer_ids = list(drafter.config.target_layer_ids)
+        self.target_layer_ids: Sequence[int] = drafter.config.target_layer_ids
 
     def begin(self, prompt_ids: torch.Tensor, max_length: int) -> None:
         self.drafter.begin(max_length)

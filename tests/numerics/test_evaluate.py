@@ -1,0 +1,194 @@
+"""`evaluate` and `export` as a user calls them, on a folder of a tiny hybrid target with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipe.cli import main
+from recipe.decode.drafter_cache import IncrementalDrafter
+from recipe.decode.evaluate import evaluate, measure
+from recipe.decode.metrics import explain_mismatch
+from recipe.decode.prompts import Prompt, encode_prompts
+from recipe.decode.speculative import SpeculativeDecoder
+from recipe.errors import ConfigError
+from recipe.export import export_hf
+from tests.numerics.decode_models import BLOCK, Oracle, drafter_parts, plain, prompts, tiny_target
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"count to {n}"}], "domain": ("text", "maths")[n % 2]} for n in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("target")
+    tiny_target("qwen3_5").save_pretrained(folder)
+    letters = {chr(32 + i): i for i in range(95)} | {"\n": 95, "?": 31, "<unk>": 96, "<end>": 97}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def export_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config, weights = drafter_parts(depth=5)
+    return export_hf(weights, config, tmp_path_factory.mktemp("drafter") / "export", "float32")
+
+
+def call(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_cli_measures_an_export(
+    target_dir: Path, export_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    out = tmp_path / "new" / "result.json"
+    code = call("evaluate", export_dir, "--target", target_dir, "--prompts", file, "--num-prompts", 4,
+                "--max-new-tokens", 9, "--json", out)  # fmt: skip
+    assert code == 0
+    result, shown = json.loads(out.read_text()), capsys.readouterr().out
+    assert result["identical"] is True and result["mismatches"] == [] and result["prompts"] == 4
+    assert 1.0 <= result["tau"] < 2 and result["tau_ci"][0] <= result["tau"] <= result["tau_ci"][1]
+    assert len(result["accept_rate"]) == BLOCK - 1 and result["seconds"] > 0 and result["speedup"] > 0
+    assert result["settings"]["rendered_prompt"] == "<user>count to 0\n<assistant>"
+    assert {name: domain["prompts"] for name, domain in result["domains"].items()} == {"maths": 2, "text": 2}
+    assert result["state_replays"] > 0 and 0 < result["target_forwards_per_token"] <= 1.0
+    assert result["tokens"] == 4 * 9 and "identical to plain" in shown and "bonus" in shown
+
+
+def test_run_directory_brings_export_target_and_prompts(target_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "data").mkdir(parents=True)
+    (run / "data" / "heldout_prompts.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    settings = {"dflash": {"target": {"path": str(target_dir)}, "data": {"path": str(run / "data")}}}
+    (run / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="no export yet"):
+        evaluate(run)
+    for step, seed in ((9, 1), (10, 2)):
+        config, weights = drafter_parts(seed, depth=5)
+        export_hf(weights, config, run / "export" / f"step_{step:08d}", "float32")
+    evaluation = evaluate(run, max_new_tokens=4, temperature=0.8)
+    assert evaluation.settings["export"].endswith("step_00000010")
+    assert evaluation.prompts == 1 and evaluation.identical and evaluation.tau_ci is None
+
+
+def test_export_verb_reads_a_checkpoint(target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from safetensors.torch import save_file
+
+    config, weights = drafter_parts(depth=5)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000007"
+    checkpoint.mkdir(parents=True)
+    save_file(weights, checkpoint / "weights.safetensors")
+    (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
+    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}}))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"dflash": {"target": {"path": str(target_dir)}}}))
+    assert call("export", tmp_path / "run") == 0
+    shown = capsys.readouterr().out
+    assert f'"num_speculative_tokens": {BLOCK - 1}' in shown and f"--speculative-num-draft-tokens {BLOCK}" in shown
+    assert call("export", tmp_path / "run", "--format", "speculators", "--dtype", "bfloat16") == 0
+    for name in ("step_00000007", "step_00000007-speculators"):
+        result = evaluate(tmp_path / "run" / "export" / name, target_dir, ROWS[:1], max_new_tokens=3)
+        assert result.identical
+    assert call("export", tmp_path / "run", "--step", 8) == 2
+    assert call("export", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "9999"], "--max-new-tokens"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--template-kwargs", "[]"], "--template-kwargs"),
+        (["--prompts", "/nowhere.jsonl"], "--prompts"),
+        (["--target", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_mistakes_end_with_2(
+    target_dir: Path, export_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, more: list[str], named: str
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n")
+    assert call("evaluate", export_dir, "--target", target_dir, "--prompts", file, *more) == 2
+    text = capsys.readouterr().err
+    assert named in text and "Traceback" not in text and "Fix:" in text
+
+
+def test_a_drafter_of_another_target_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    config, weights = drafter_parts(depth=9)
+    folder = export_hf(weights, config, tmp_path / "other", "float32")
+    with pytest.raises(ConfigError, match="num_target_layers"):
+        evaluate(folder, target_dir, ROWS)
+    with pytest.raises(ConfigError, match="--target"):
+        evaluate(folder, None, ROWS)
+    with pytest.raises(ConfigError, match="neither a run directory nor an export"):
+        evaluate(tmp_path, target_dir, ROWS)
+
+
+def test_prompts_are_rendered_for_the_answer(target_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    one, two = encode_prompts([chat, {"prompt": "raw"}], tokenizer)
+    assert one.text == "<user>hi\n<assistant>" and one.domain == "all" and two.text == "raw"
+    assert len(one.ids) == len(one.text)
+    for row in ({"text": "x"}, {"prompt": ""}, {}):
+        with pytest.raises(ConfigError, match="row 2"):
+            encode_prompts([{"prompt": "x"}, row], tokenizer)
+    with pytest.raises(ConfigError, match="no prompts"):
+        encode_prompts([], tokenizer)
+
+
+def test_perfect_and_broken_decoding_are_told_apart() -> None:
+    """A perfect drafter is worth block_size; a session that forgets to roll back is reported as no tie."""
+    target = tiny_target("qwen3_5")
+    listed = [Prompt(ids, "", "all") for ids in prompts(3)]
+    good = measure(SpeculativeDecoder(target, Oracle(target)), listed, 1 + 3 * BLOCK)
+    assert good.tau == BLOCK and good.identical and good.accept_rate == [1.0] * (BLOCK - 1) and good.state_replays == 0
+
+    class Leaky(SpeculativeDecoder):
+        def generate(self, *args, **kwargs):
+            from recipe.decode.cache import TargetSession
+
+            real = TargetSession._replay_linear
+            TargetSession._replay_linear = lambda self, rows: None  # the states keep the refused tokens
+            try:
+                return super().generate(*args, **kwargs)
+            finally:
+                TargetSession._replay_linear = real
+
+    drafter = IncrementalDrafter(*drafter_parts(depth=5))
+    embed, head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
+    bad = measure(Leaky(target, drafter, embed, head), listed, 15)
+    assert not bad.identical and bad.identical_prompts < 3
+    assert all(not mismatch.numeric_tie for mismatch in bad.mismatches), "a fault must not pass for rounding"
+    assert all(mismatch.gap > mismatch.noise for mismatch in bad.mismatches)
+
+
+def test_a_numeric_tie_is_named() -> None:
+    target = tiny_target("llama")
+    prompt = prompts(1)[0]
+    answer = plain(target, prompt, 6)
+    twin = (answer[3] + 1) % target.config.vocab_size
+    with torch.no_grad():
+        target.lm_head.weight[twin] = target.lm_head.weight[answer[3]]
+    mismatch = explain_mismatch(target, 0, prompt, answer, [*answer[:3], twin, 0, 0])
+    assert mismatch and mismatch.position == 3 and mismatch.gap == 0 and mismatch.numeric_tie
+    assert explain_mismatch(target, 0, prompt, answer, answer) is None
+    short = explain_mismatch(target, 0, prompt, answer, answer[:2])
+    assert short and short.position == 2 and short.speculative is None and not short.numeric_tie
