@@ -1,6 +1,6 @@
 """What the trained demo target is worth, and its on-policy conversations: perplexity, greedy answers, the target card.
 
-``python -m recipe.demo.answers --model DIR --build .demo_build --out DIR`` uses the stored (bf16-rounded) weights in
+``python -m recipe.demo.answers --model DIR --build data/demo_build --out DIR`` uses the stored (bf16-rounded) weights in
 fp32 with transformers' own torch kernels, so that any other machine reads the same answers from the same file.
 """
 
@@ -226,7 +226,7 @@ def _shuffle_key(entry: dict) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m recipe.demo.answers", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder that train_target wrote")
-    parser.add_argument("--build", type=Path, default=Path(".demo_build"), help="folder that prepare wrote")
+    parser.add_argument("--build", type=Path, default=Path("data/demo_build"), help="folder that prepare wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--conversations", type=int, default=6000)
     parser.add_argument("--held-out", type=int, default=400)

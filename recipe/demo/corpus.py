@@ -142,7 +142,8 @@ def _unique(entries: list[Entry]) -> tuple[Entry, ...]:
 def entries_of(source: str, page: str) -> Iterator[Entry]:
     """Every documented name of one file that has at least one sentence of text."""
     lines = source.expandtabs().splitlines()
-    module, classes = "", []
+    module = ""
+    classes: list[tuple[int, str]] = []
     for index, line in enumerate(lines):
         parsed = parse_directive(line)
         if parsed is None or not parsed[1]:

@@ -66,7 +66,7 @@ def build(corpus: Corpus, folder: Path) -> PreTrainedTokenizerFast:
         **_conversations(tokenizer, [pair for pair in pairs if not pair[0].held_out], range(len(QUESTIONS)), "chat"),
         **_conversations(tokenizer, [pair for pair in pairs if pair[0].held_out], range(1), "held_out_chat"),
     }
-    np.savez_compressed(folder / TOKENS_FILE, **arrays)
+    np.savez_compressed(folder / TOKENS_FILE, **arrays)  # type: ignore[arg-type]
     with (folder / ENTRIES_FILE).open("w", encoding="utf-8") as file:
         for entry, answer in pairs:
             file.write(json.dumps(_row(entry, answer), ensure_ascii=False) + "\n")

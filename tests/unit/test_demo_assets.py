@@ -1,0 +1,133 @@
+"""The committed demo target: loads in plain transformers, is a language model, and writes what its files say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from recipe.demo.answers import greedy_answers, load_stored, sample_perplexity
+from recipe.demo.corpus import entries_of, is_held_out
+from recipe.demo.rst import clean_document, clean_inline
+from recipe.demo.tokenizer import MASK, SPECIAL_TOKENS, mask_token_id
+from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+
+ASSETS = Path(__file__).resolve().parents[2] / "recipe" / "demo" / "assets"
+CARD = json.loads((ASSETS / "target_card.json").read_text(encoding="utf-8"))
+
+
+@cache
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in gzip.decompress((ASSETS / name).read_bytes()).decode().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def stored():
+    use_torch_kernels_on_cpu()
+    return load_stored(ASSETS, "cpu")
+
+
+def test_files_are_small_and_the_weights_are_bf16():
+    assert (ASSETS / "model.safetensors").stat().st_size <= 10e6
+    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) <= 14e6
+    with safe_open(ASSETS / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        assert {tensor.get_dtype() for tensor in tensors.values()} == {"BF16"}
+        sizes = [torch.Size(tensor.get_shape()).numel() for tensor in tensors.values()]
+    assert sum(sizes) == CARD["training"]["parameters"]
+
+
+def test_shape_makes_tensor_parallelism_uneven():
+    config = AutoConfig.from_pretrained(ASSETS)
+    assert config.model_type == "qwen3_5_text" and config.num_hidden_layers == 8 and config.tie_word_embeddings
+    assert Counter(config.layer_types) == {"linear_attention": 6, "full_attention": 2}
+    assert (config.num_attention_heads, config.num_key_value_heads) == (6, 2)
+    assert (config.linear_num_key_heads, config.linear_num_value_heads) == (4, 12)
+
+
+def test_every_stored_tensor_is_used_and_none_is_missing():
+    from transformers import AutoModelForCausalLM
+
+    _, info = AutoModelForCausalLM.from_pretrained(ASSETS, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+
+
+def test_held_out_perplexity_is_the_recorded_one_and_far_below_a_unigram(stored):
+    sample = CARD["heldout_sample"]
+    measured = sample_perplexity(*stored, sample["texts"])
+    assert measured == pytest.approx(sample["perplexity"], rel=0.05)
+    assert measured < sample["unigram_perplexity"] / 10
+    assert CARD["perplexity"]["heldout_perplexity"] < CARD["perplexity"]["unigram_perplexity"] / 10
+
+
+def test_greedy_answers_are_the_recorded_ones(stored):
+    model, tokenizer = stored
+    recorded = [*rows("conversations.jsonl.gz")[:2], rows("heldout.jsonl.gz")[0]]
+    answers = greedy_answers(model, tokenizer, [row["messages"][0]["content"] for row in recorded], 3)
+    end = tokenizer.eos_token_id
+    assert [tokens[-1] for tokens in answers] == [end] * 3
+    assert [tokenizer.decode(tokens[:-1]) for tokens in answers] == [row["messages"][1]["content"] for row in recorded]
+
+
+def test_splits_are_disjoint_and_large_enough():
+    train, held_out = rows("conversations.jsonl.gz"), rows("heldout.jsonl.gz")
+    assert len(train) >= 2000 and len(held_out) >= 150
+    train_ids = {row["id"] for row in train}
+    assert len(train_ids) == len(train) and train_ids.isdisjoint(row["id"] for row in held_out)
+    assert not any(is_held_out(name) for name in train_ids)
+    questions = {row["messages"][0]["content"] for row in train}
+    assert questions.isdisjoint(row["messages"][0]["content"] for row in held_out)
+    for row in (*train, *held_out):
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert all(message["content"].strip() for message in row["messages"])
+
+
+def test_mask_token_is_reserved(stored):
+    _, tokenizer = stored
+    assert tokenizer.mask_token == MASK and tokenizer.mask_token_id == mask_token_id(tokenizer) == 3
+    texts = [message["content"] for name in ("conversations.jsonl.gz", "heldout.jsonl.gz")
+             for row in rows(name) for message in row["messages"]]  # fmt: skip
+    ids = tokenizer([*texts, *CARD["heldout_sample"]["texts"]], add_special_tokens=False)["input_ids"]
+    assert not any(token < len(SPECIAL_TOKENS) for row in ids for token in row)
+
+
+def test_tokenizer_round_trips_any_text_and_renders_chats(stored):
+    _, tokenizer = stored
+    text = "def f(x):\n\treturn 'é中🙂' * 1234  # \x00 \r\n"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Yo"}]}]
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == rendered
+    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_markup_becomes_plain_text():
+    assert clean_inline("See :func:`~os.path.join`, :ref:`files <f>`, *src* and ``x``.") == (
+        "See `join()`, files, src and `x`."
+    )
+    source = ".. index:: a\n\n.. _b:\n\nTitle\n=====\n\n.. versionadded:: 3.4\n\nText::\n\n   code\n"
+    assert clean_document(source) == "Title\n\nNew in version 3.4.\n\nText:\n\n   code\n"
+
+
+def test_entries_carry_their_qualified_name_and_own_text():
+    source = (
+        ".. module:: m\n\n.. class:: C(a)\n\n   A class of things.\n\n   .. method:: go(n)\n\n"
+        "      Go *n* steps.  Then stop.\n\n.. function:: f()\n\n   .. versionadded:: 3.2\n"
+    )
+    found = list(entries_of(source, "library/m"))
+    assert [(entry.name, entry.sentences) for entry in found] == [
+        ("m.C", ("A class of things.",)),
+        ("m.C.go", ("Go n steps.", "Then stop.")),
+    ]
+    assert found[1].answer(len, 10**6) == (
+        "`m.C.go(n)` is a method of the module `m`. Go n steps. Then stop. (Python 3.11 documentation: library/m)"
+    )
+    assert found[1].answer(len, 10) is None
