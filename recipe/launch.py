@@ -27,7 +27,9 @@ from recipe.roles.watchdog import Watchdog
 from recipe.roles.worlds import init_world, leave_world, pick_device
 from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
-from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.process import ProcessId
+from recipe.telemetry.run_dir import RunDir, is_run
+from recipe.telemetry.status_writer import mark_dead
 
 END_S = 24 * 3600.0  # targets are done long before the drafters; who dies meanwhile is noticed by the watchdog
 
@@ -76,8 +78,9 @@ class Launch:
             run_target(scene)
         else:
             from recipe.drafter.role import run_drafter
+            from recipe.export import export_run
 
-            run_drafter(scene, self.run_dir)
+            run_drafter(scene, self.run_dir, lambda folder, step: export_run(folder, step)[0])
 
     # -- agreeing ----------------------------------------------------------------------------------------------
 
@@ -96,7 +99,15 @@ class Launch:
         if found.get("refused"):
             self._refuse(None)
         self.watchdog.run_dir = Path(found["run_dir"])
+        self.store.put(f"process/{self.role.rank}", ProcessId.own(self.role.rank, self.role.kind).to_dict())
+        if not self.role.is_leader:
+            self.watchdog.on_end.append(self._note_death)
         return found
+
+    def _note_death(self, report: dict[str, Any]) -> None:
+        """The leader notes a death itself, unless it is the one that died."""
+        if is_run(Path(self.watchdog.run_dir or "")):
+            mark_dead(RunDir(Path(self.watchdog.run_dir or "")), report["rank"], report["role"], report["cause"])
 
     def _decide(self) -> dict[str, Any]:
         from recipe.drafter.checkpoint import find_resume
@@ -127,7 +138,7 @@ class Launch:
         """The node's ring: made by one rank, mapped and first touched by all, its name gone as soon as all have it."""
         node, local = self.role.node, self.role.world_size // self.role.nodes
         ours = self.config.dflash
-        size = ring_size(self.config, shape, rows.lengths)
+        size = ring_size(self.config, shape, rows.lengths.tolist())
         spec = size.spec(ours.target.dtype, ours.ring.reuse)
         key, run_id = f"ring/{node}", ""
         if self.role.is_node_leader:

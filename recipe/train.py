@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
 
-from recipe.roles import process
-from recipe.roles.watchdog import block_signals
+from recipe.roles import process  # noqa: E402
+from recipe.roles.watchdog import block_signals  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,9 +1,9 @@
 """Check a run's JSON, then launch it with DeepSpeed and see it through.
 
-    python -m recipe train CONFIG                       one node: this one
-    python -m recipe train CONFIG --hostfile hostfile   the hosts of the file
-    python -m recipe train CONFIG --check               resolve, size, one dry step on the real layout, nothing written
-    python -m recipe train CONFIG --check --no-model    resolve and size only; needs neither weights, data nor GPUs
+python -m recipe train CONFIG                       one node: this one
+python -m recipe train CONFIG --hostfile hostfile   the hosts of the file
+python -m recipe train CONFIG --check               resolve, size, one dry step on the real layout, nothing written
+python -m recipe train CONFIG --check --no-model    resolve and size only; needs neither weights, data nor GPUs
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def make_tokenizer(folder: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<|im_start|>", "<|im_end|>", "user", "assistant", "\n"]
-    vocab = {word: index for index, word in enumerate([*words, *(f"w{i}" for i in range(len(words), MASK)), "<|mask|>"])}
+    vocab = {
+        word: index for index, word in enumerate([*words, *(f"w{i}" for i in range(len(words), MASK)), "<|mask|>"])
+    }
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -62,7 +64,10 @@ def make_rows(folder: Path, count: int = 64, seed: int = 0, longest: int = 60) -
         ids.append([*draw.integers(6, MASK, prompt).tolist(), *((start + i) % 180 + 6 for i in range(answer))])
         masks.append([0] * prompt + [1] * answer)
     features = datasets.Features(
-        {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("uint8"))}
+        {
+            "input_ids": datasets.Sequence(datasets.Value("int32")),
+            "loss_mask": datasets.Sequence(datasets.Value("uint8")),
+        }
     )
     table = datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": masks}, features=features)
     table.save_to_disk(str(folder / "train"))

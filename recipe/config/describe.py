@@ -22,24 +22,27 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
     kv = (drafter.num_key_value_heads or 0) * (drafter.head_dim or 0)
     hidden, inner = shape.hidden_size, drafter.intermediate_size or shape.intermediate_size
     trainable = drafter.num_layers * hidden * (2 * width + 2 * kv + 3 * inner) + len(taps) * hidden * hidden
-    lines = [
-        ("run", f"{ours.run.name} in {ours.run.output_dir}"),
-        ("layout", f"{len(layout.target_gpus)} target ranks ({replicas} replica(s) x tp {layout.target_tp}) + "
-                   f"{len(layout.drafter_gpus)} drafter ranks on each node, device {layout.device}"),
-        ("target", f"{ours.target.path}: {shape.model_type}, {shape.num_layers} layers, hidden {hidden}, "
-                   f"vocabulary {shape.vocab_size}, {ours.target.dtype}"),
-        ("taps", f"layers {', '.join(map(str, taps))}" + (" + last hidden state" if ours.objective.soft_labels else "")),
-        ("drafter", f"{drafter.num_layers} layers, {drafter.num_attention_heads}/{drafter.num_key_value_heads} heads of "
-                    f"{drafter.head_dim}, about {trainable / 1e6:.1f} M trainable parameters, block {drafter.block_size}, "
-                    f"mask id {drafter.mask_token_id}"),
-        ("drafter state", f"about {trainable * 12 / GIB / len(layout.drafter_gpus):.2f} GiB of masters and moments a rank, "
-                          f"{2 * shape.vocab_size * hidden * 2 / GIB:.2f} GiB of frozen embedding and head (bf16)"),
-        ("objective", f"{ours.objective.loss}, soft labels {'on' if ours.objective.soft_labels else 'off'}, "
-                      f"gamma {ours.objective.gamma}, noise {ours.objective.noise.type} "
-                      f"{ours.objective.noise.start} -> {ours.objective.noise.end}"),
-        ("step", f"{config.gradient_accumulation_steps} micro-batches of {ours.data.token_budget} tokens and "
-                 f"{drafter.max_anchors} anchors a rank"),
-        ("ring", f"min_ready {ours.ring.min_ready}, max_depth {ours.ring.max_depth}, reuse {ours.ring.reuse}: "
-                 f"{size.n_pages} pages of {size.page_tokens} tokens, {size.bytes / GIB:.2f} GiB of /dev/shm a node"),
-    ]  # fmt: skip
-    return "\n".join([f"  {name + ':':15s}{value}" for name, value in lines] + [f"  {note}" for note in notes])
+    soft = ours.objective.soft_labels
+    noise, ring = ours.objective.noise, ours.ring
+    state = trainable * 12 / GIB / len(layout.drafter_gpus)
+    frozen = 2 * shape.vocab_size * hidden * 2 / GIB
+    lines = {
+        "run": f"{ours.run.name} in {ours.run.output_dir}",
+        "layout": f"{len(layout.target_gpus)} target ranks ({replicas} replica(s) x tp {layout.target_tp}) + "
+        f"{len(layout.drafter_gpus)} drafter ranks on each node, device {layout.device}",
+        "target": f"{ours.target.path}: {shape.model_type}, {shape.num_layers} layers, hidden {hidden}, "
+        f"vocabulary {shape.vocab_size}, {ours.target.dtype}",
+        "taps": f"layers {', '.join(map(str, taps))}{' + last hidden state' if soft else ''}",
+        "drafter": f"{drafter.num_layers} layers, {drafter.num_attention_heads}/{drafter.num_key_value_heads} heads of "
+        f"{drafter.head_dim}, about {trainable / 1e6:.1f} M trainable parameters, block {drafter.block_size}, "
+        f"mask id {drafter.mask_token_id}",
+        "drafter state": f"about {state:.2f} GiB of masters and moments a rank, {frozen:.2f} GiB of frozen embedding "
+        "and head (in bf16)",
+        "objective": f"{ours.objective.loss}, soft labels {'on' if soft else 'off'}, gamma {ours.objective.gamma}, "
+        f"noise {noise.type} {noise.start} -> {noise.end}",
+        "step": f"{config.gradient_accumulation_steps} micro-batches of {ours.data.token_budget} tokens and "
+        f"{drafter.max_anchors} anchors a rank",
+        "ring": f"min_ready {ring.min_ready}, max_depth {ring.max_depth}, reuse {ring.reuse}: {size.n_pages} pages of "
+        f"{size.page_tokens} tokens, {size.bytes / GIB:.2f} GiB of /dev/shm a node",
+    }
+    return "\n".join([f"  {name + ':':15s}{value}" for name, value in lines.items()] + [f"  {note}" for note in notes])

@@ -39,7 +39,7 @@ class Sizes:
         lines = [
             f"data: {self.rows} rows, {self.tokens} tokens, {self.supervised} of them supervised ({share:.0f} %)",
             f"steps: {self.total_steps}, the first {self.warmup_steps} with a rising learning rate",
-            f"ring: {self.ring.n_pages} pages, {self.ring.bytes / 2**30:.2f} GiB; at most {self.peak_pages} in use at once",
+            f"ring: {self.ring.n_pages} pages, {self.ring.bytes / 2**30:.2f} GiB; at most {self.peak_pages} in use",
         ]
         return lines + ([self.waived] if self.waived else [])
 

