@@ -1,7 +1,7 @@
 """What the trained demo target is worth, and its on-policy conversations: perplexity, greedy answers, the target card.
 
-``python -m recipe.demo.answers --model DIR --build data/demo_build --out DIR`` uses the stored (bf16-rounded) weights in
-fp32 with transformers' own torch kernels, so that any other machine reads the same answers from the same file.
+``python -m recipe.demo.answers --model DIR --build data/demo_build --out DIR`` uses the stored (bf16-rounded)
+weights in fp32 with transformers' own torch kernels, so that any other machine reads the same answers from the file.
 """
 
 from __future__ import annotations
