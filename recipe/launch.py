@@ -1,4 +1,4 @@
-"""One rank from its first message to its last: agree, meet in the ring, work, leave. `recipe/train.py` is the way in."""
+"""One rank from its first message to its last: agree, meet in the ring, work, leave. Entered by `recipe/train.py`."""
 
 from __future__ import annotations
 

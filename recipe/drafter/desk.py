@@ -21,7 +21,6 @@ from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
 from recipe.telemetry.status_writer import StatusWriter
 from recipe.telemetry.wandb_run import WandbRun
 
-
 Export = Callable[[Path, int], Path]
 
 

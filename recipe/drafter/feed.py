@@ -20,7 +20,6 @@ from recipe.drafter.noise import add_noise
 from recipe.errors import RunError
 from recipe.ring import Ring
 
-
 NOTHING = HostLayout.build([1], [np.zeros(0, np.int64)], np.zeros(1, bool), None)
 
 
@@ -114,9 +113,10 @@ class Feed:
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for tensor in [*batch.taps, batch.input_ids, batch.position_ids, batch.document_ids, batch.loss_mask,
-                       batch.anchors, batch.keep, *([] if batch.last_hidden is None else [batch.last_hidden])]:  # fmt: skip
-            tensor.record_stream(current)
+        for value in vars(batch).values():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(current)
 
     def _fill(self, step: int, index: int) -> MicroBatch:
         with torch.cuda.stream(self._stream):  # no effect for None

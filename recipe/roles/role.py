@@ -98,7 +98,7 @@ class Role:
                 "launcher",
                 ", ".join(missing) + " not set",
                 "only the deepspeed launcher (pdsh, ssh or --no_ssh) sets the variables that place a rank",
-                "start with `./run.sh train CONFIG` or `deepspeed --num_gpus N recipe/train.py --deepspeed_config CONFIG`",
+                "start with `./run.sh train CONFIG` or `deepspeed … recipe/train.py --deepspeed_config CONFIG`",
             )
         rank, local_rank, local_size = (int(env[key]) for key in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"))
         node, nodes, world = (int(env[key]) for key in ("CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE"))
@@ -107,7 +107,7 @@ class Role:
             raise ConfigError(
                 "dflash.layout",
                 f"{local_size} processes on node {node}",
-                f"the layout names {wanted} GPUs a node ({len(layout.target_gpus)} target + {len(layout.drafter_gpus)} drafter)",
+                f"the layout has {len(layout.target_gpus)} target + {len(layout.drafter_gpus)} drafter GPUs a node",
                 f"launch {wanted} processes a node (--num_gpus {wanted}, slots={wanted}) or change layout",
             )
         if rank != node * local_size + local_rank or world != nodes * local_size:

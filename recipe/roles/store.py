@@ -1,4 +1,4 @@
-"""The control store: the one thing that all ranks of all roles share. Run facts, heartbeats, abort flag, end barrier."""
+"""The control store: the one thing that all ranks of all roles share. Facts, heartbeats, abort flag, end barrier."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def disable_shm_all_reduce() -> None:
 
 
 def init_world(role: Role, store: ControlStore, device: torch.device, timeout_s: float) -> None:
-    """Make this role's world: gloo on CPU, NCCL on GPU. Afterwards `torch.distributed`'s default group is the role's."""
+    """Make this role's world: gloo on CPU, NCCL on GPU. `torch.distributed`'s default group is then the role's."""
     name, rank, size = role.group
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(min(size, role.world_size // role.nodes)))
     dist.init_process_group(

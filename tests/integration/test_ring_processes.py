@@ -186,7 +186,8 @@ def kill_one_at_random(seed: int, folder: Path) -> str:
         pids = start(job, ring, folder)
         while ring.stats().peers < 1 + len(pids):  # whoever dies before he attaches is the watchdog's, not the ring's
             time.sleep(0.001)
-        while ring.stats().delivered < rng.randint(0, len(job.deliveries())):
+        moment = rng.randint(0, len(job.deliveries()))
+        while ring.stats().delivered < moment:
             time.sleep(0.001)
         victim = rng.choice(pids)
         os.kill(victim, signal.SIGKILL)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from recipe.roles.tensor_parallel import disable_shm_all_reduce
+from recipe.roles.worlds import disable_shm_all_reduce
 from recipe.shapes import TargetShape
 from recipe.target.capture import TapCapture
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu

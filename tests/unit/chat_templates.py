@@ -83,7 +83,9 @@ def _trained() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
     return tokenizer.to_str()

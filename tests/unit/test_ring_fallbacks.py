@@ -1,4 +1,4 @@
-"""The ways round what an older kernel or C library lacks; each is forced by asking for something that does not exist."""
+"""The ways round what an older kernel or C library lacks; each is forced by asking for what does not exist."""
 
 from __future__ import annotations
 
