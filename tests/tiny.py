@@ -15,15 +15,17 @@ def make_target(folder: Path, kind: str = "qwen3_5_text", seed: int = 0) -> Path
     """A random model with uneven head counts: a hybrid (Gated DeltaNet + gated attention) or a Llama."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    common = dict(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
+    common = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
     if kind == "qwen3_5_text":
-        common |= dict(
-            linear_num_key_heads=4, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=8,
-            linear_conv_kernel_dim=4, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
-        )  # fmt: skip
+        common |= {
+            "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        }  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common), dtype=torch.float32)
     model.save_pretrained(folder)

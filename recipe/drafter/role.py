@@ -107,7 +107,14 @@ def _engine(scene: Scene) -> Any:
     ours = scene.config.dflash
     mask_id = ours.drafter.mask_token_id
     assert mask_id is not None, "resolve() fills it"
-    config = DrafterConfig.build(ours.drafter, scene.shape, scene.taps, mask_id)
+    config = DrafterConfig.build(
+        ours.drafter,
+        scene.shape,
+        scene.taps,
+        mask_id,
+        dtype="bfloat16" if scene.config.bf16.enabled else "float32",
+        sliding_is_causal=True,  # what SGLang always does, and vLLM by default (docs/decisions.md)
+    )
     module = DFlashDrafter(config, ours.drafter.attention).initialize(ours.run.seed)
     if ours.drafter.init_from is not None:
         from recipe.drafter.init_from import load_drafter
