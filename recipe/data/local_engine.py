@@ -1,0 +1,105 @@
+"""Answers from the target itself through transformers, for those without a server (GPU or CPU)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe.data.answer import Answer, Sampling
+from recipe.data.chat_mask import ChatMask
+from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import ConfigError
+
+
+class LocalEngine:
+    """Batched generation. Dense targets are padded on the left; hybrids, whose recurrent state would read the padding,
+    only share a batch with prompts of exactly the same length."""
+
+    def __init__(self, path: str, device: str = "auto", dtype: str = "auto", batch_size: int = 16) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.torch, self.batch_size = torch, batch_size
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if dtype == "auto":
+            dtype = "bfloat16" if self.device == "cuda" else "float32"
+        self.tokenizer = load_tokenizer(path, field="--model")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "--model", path, f"cannot be loaded ({error})"[:300], "give a folder with weights"
+            ) from error
+        self.model = model.to(self.device).eval()
+        if self.device == "cpu":
+            _unwrap_gpu_kernels(self.model)
+        self.stops = sorted(ChatMask(self.tokenizer, path).stops)
+        layers = getattr(self.model.config.get_text_config(), "layer_types", None) or []
+        self.hybrid = any("linear" in kind or "conv" in kind for kind in layers)
+        self.name = Path(path).name
+
+    def encode(self, messages: list[dict[str, Any]], tools: list[Any] | None, sampling: Sampling) -> list[int]:
+        """Prompt ids, as a server would make them."""
+        text = self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **sampling.template_arguments()
+        )
+        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def batches(self, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+        """Positions in ``prompts`` that can be generated together, longest first (memory fails early, if it does)."""
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        batch: list[int] = []
+        for i in order:
+            full = len(batch) == self.batch_size
+            if batch and (full or (self.hybrid and len(prompts[i]) != len(prompts[batch[0]]))):
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Answer]:
+        """One answer for each prompt of one batch."""
+        torch = self.torch
+        width = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.stops[0]
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
+        seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sample: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if sampling.temperature > 0:
+            sample = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
+        with torch.inference_mode(), torch.random.fork_rng():
+            torch.manual_seed(sampling.seed + seed)
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=seen,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=self.stops or None,
+                pad_token_id=pad,
+                **sample,
+            )
+        return [self._answer(row) for row in out[:, width:].tolist()]
+
+    def _answer(self, ids: list[int]) -> Answer:
+        """Cut at the first stop token, which ends the turn and is no part of the text."""
+        end = next((i for i, token in enumerate(ids) if token in self.stops), None)
+        said = ids if end is None else ids[:end]
+        text = self.tokenizer.backend_tokenizer.decode(said, skip_special_tokens=False)
+        kept = ids if end is None else ids[: end + 1]
+        return Answer({"role": "assistant", "content": text}, end is None, kept, len(kept))
+
+
+def _unwrap_gpu_kernels(model: Any) -> None:
+    """transformers binds fla's GPU kernels whenever fla is installed; its own torch versions stay behind them."""
+    module = sys.modules[type(model).__module__]
+    for name in (
+        "torch_chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+    ):
+        original = getattr(getattr(module, name, None), "__wrapped__", None)
+        if original is not None:
+            setattr(module, name, original)

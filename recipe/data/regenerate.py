@@ -1,0 +1,279 @@
+"""``python -m recipe regenerate``: let the target answer the prompts itself, so that the drafter learns its own words.
+
+One line of output per input conversation, appended and synced one by one: a killed job goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe.data.answer import Answer, AnswerError, Sampling
+from recipe.data.conversation import Chat, messages_of
+from recipe.data.formats import find_inputs, read_records
+from recipe.data.hashing import key_of
+from recipe.data.journal import Journal
+from recipe.data.progress import Progress
+from recipe.data.report import Drop
+from recipe.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to answer: every assistant turn is answered anew, or the last one alone where tools took part."""
+
+    id: str
+    number: int
+    chat: Chat
+
+
+@dataclass
+class Outcome:
+    """What `regenerate` did. ``failed`` prompts have no line; running again tries them again."""
+
+    written: int = 0
+    resumed: int = 0
+    failed: int = 0
+    truncated: int = 0
+    dropped: Counter[str] | None = None
+    tokens: int = 0
+
+
+def read_prompts(inputs: Sequence[str | Path], dropped: Counter[str]) -> Iterator[Prompt]:
+    """Prompts of all inputs with ids that are unique and the same on every run."""
+    seen: Counter[str] = Counter()
+    for number, record in enumerate(read_records(find_inputs(inputs))):
+        try:
+            own, chat = messages_of(record.content)
+        except Drop as drop:
+            dropped[drop.reason] += 1
+            continue
+        name = own or f"{os.path.basename(record.source)}:{record.number}"
+        seen[name] += 1
+        yield Prompt(name if seen[name] == 1 else f"{name}#{seen[name]}", number, chat)
+
+
+def turns_to_answer(chat: Chat) -> list[list[dict[str, Any]]]:
+    """The parts of the conversation that the target answers, in order; each follows the answer to the one before."""
+    messages = list(chat.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+        return [messages]  # tool results belong to the calls that were made: this history stays
+    parts: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message["role"] == "assistant":
+            if parts[-1]:
+                parts.append([])
+        else:
+            parts[-1].append(message)
+    return [part for part in parts if part]
+
+
+def conversation_line(prompt: Prompt, said: list[dict[str, Any]], answers: list[Answer], model: str) -> dict[str, Any]:
+    """The output row: a conversation that `prepare` reads."""
+    line: dict[str, Any] = {"id": prompt.id, "messages": said, "model": model}
+    if prompt.chat.tools:
+        line["tools"] = prompt.chat.tools
+    if all(a.token_ids is not None for a in answers):
+        line["answer_token_ids"] = [a.token_ids for a in answers]
+    return line
+
+
+def regenerate_served(
+    prompts: Iterator[Prompt], engine: Any, sampling: Sampling, journal: Journal, concurrency: int, bar: Progress
+) -> Outcome:
+    """Answer over HTTP with ``concurrency`` requests in flight. A prompt that fails leaves the others alone."""
+    out, failures_in_a_row = Outcome(), 0
+    waiting = (p for p in prompts if p.id not in journal.done)
+    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+
+        def submit(prompt: Prompt) -> Any:
+            return pool.submit(_converse, engine, prompt, sampling)
+
+        flying = {submit(p) for p in itertools.islice(waiting, 2 * concurrency)}
+        while flying:
+            ready, flying = concurrent.futures.wait(flying, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ready:
+                try:
+                    line, answers = future.result()
+                except AnswerError as error:
+                    out.failed += 1
+                    failures_in_a_row += 1
+                    if failures_in_a_row >= max(8, 2 * concurrency):
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        raise RunError(
+                            f"{failures_in_a_row} prompts failed one after another; the last: {error}"
+                        ) from error
+                else:
+                    failures_in_a_row = 0
+                    _record(journal, line, answers, out)
+                flying |= {submit(p) for p in itertools.islice(waiting, 1)}
+            bar.update(0.0, f"written={out.written} failed={out.failed} tokens={out.tokens}", out.tokens)
+    return out
+
+
+def _converse(engine: Any, prompt: Prompt, sampling: Sampling) -> tuple[dict[str, Any], list[Answer]]:
+    said: list[dict[str, Any]] = []
+    answers: list[Answer] = []
+    for turn, part in enumerate(turns_to_answer(prompt.chat)):
+        said += part
+        answer = engine.answer(
+            _without_thoughts(said), prompt.chat.tools, sampling, key_of(prompt.number, turn) % 2**30
+        )
+        said.append(_marked(answer))
+        answers.append(answer)
+    return conversation_line(prompt, said, answers, engine.model), answers
+
+
+def _marked(answer: Answer) -> dict[str, Any]:
+    return {**answer.message, "truncated": True} if answer.truncated else answer.message
+
+
+def _without_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """History as clients send it back: our own marks are not the server's business."""
+    return [{k: v for k, v in m.items() if k not in ("truncated", "reasoning", "thinking")} for m in messages]
+
+
+def _record(journal: Journal, line: dict[str, Any], answers: list[Answer], out: Outcome) -> None:
+    journal.append(line)
+    out.written += 1
+    out.truncated += any(a.truncated for a in answers)
+    out.tokens += sum(a.completion_tokens for a in answers)
+
+
+def regenerate_local(
+    prompts: Iterator[Prompt], engine: Any, sampling: Sampling, journal: Journal, bar: Progress, group: int = 2048
+) -> Outcome:
+    """Answer with a `LocalEngine`, turn by turn, in groups that bound memory."""
+    out = Outcome()
+    waiting = (p for p in prompts if p.id not in journal.done)
+    while chunk := list(itertools.islice(waiting, group)):
+        parts = [turns_to_answer(p.chat) for p in chunk]
+        said: list[list[dict[str, Any]]] = [[] for _ in chunk]
+        answers: list[list[Answer]] = [[] for _ in chunk]
+        for turn in range(max(map(len, parts))):
+            here = [i for i in range(len(chunk)) if turn < len(parts[i])]
+            encoded = []
+            for i in here:
+                said[i] += parts[i][turn]
+                encoded.append(engine.encode(said[i], chunk[i].chat.tools, sampling))
+            for batch in engine.batches(encoded):
+                seed = key_of(chunk[here[batch[0]]].number, turn) % 2**30
+                for k, answer in zip(batch, engine.generate([encoded[j] for j in batch], sampling, seed), strict=True):
+                    i = here[k]
+                    said[i].append(_marked(answer))
+                    answers[i].append(answer)
+                    if turn == len(parts[i]) - 1:
+                        _record(journal, conversation_line(chunk[i], said[i], answers[i], engine.name), answers[i], out)
+                bar.update(0.0, f"written={out.written} tokens={out.tokens}", out.tokens)
+    return out
+
+
+def regenerate(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    make_engine: Callable[[], Any],
+    settings: dict[str, Any],
+    sampling: Sampling,
+    *,
+    concurrency: int = 32,
+    overwrite: bool = False,
+    limit: int | None = None,
+    quiet: bool = False,
+) -> Outcome:
+    """Write answers for all prompts of ``inputs`` to ``output`` (JSONL). ``make_engine`` is called once there is work.
+
+    Raises ConfigError when ``output`` was begun with other settings, RunError when a server fails throughout.
+    """
+    dropped: Counter[str] = Counter()
+    prompts = itertools.islice(read_prompts(inputs, dropped), limit)
+    with (
+        Journal(Path(output), {**settings, **asdict(sampling)}, overwrite) as journal,
+        Progress("regenerate", quiet) as bar,
+    ):
+        resumed = len(journal.done)
+        first = next((p for p in prompts if p.id not in journal.done), None)
+        if first is None:
+            return Outcome(resumed=resumed, dropped=dropped)
+        engine = make_engine()
+        rest = itertools.chain([first], prompts)
+        if hasattr(engine, "generate"):
+            out = regenerate_local(rest, engine, sampling, journal, bar)
+        else:
+            out = regenerate_served(rest, engine, sampling, journal, concurrency, bar)
+    out.resumed, out.dropped = resumed, dropped
+    return out
+
+
+# ---- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m recipe regenerate``."""
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="conversations or prompts")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="JSONL to write; an unfinished one is continued"
+    )
+    parser.add_argument("--model", required=True, help="name on the server; with --engine local the target's folder")
+    parser.add_argument("--engine", choices=["server", "local"], default="server", help="default: %(default)s")
+    parser.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, such as http://localhost:8000/v1")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of one answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (%(default)s)")
+    parser.add_argument("--thinking", choices=["on", "off"], help="the template's enable_thinking; default: its own")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests in flight (%(default)s)")
+    parser.add_argument("--retries", type=int, default=6, help="of a failed request, with back-off (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at once with --engine local (%(default)s)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    parser.add_argument("--seed", type=int, default=0, help="with a temperature (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="begin again instead of continuing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when every prompt has its answer, 1 when some failed (run it again), ConfigError (2) for mistakes."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name in ("max_tokens", "concurrency", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError("--" + name.replace("_", "-"), getattr(args, name), "must be ≥ 1", "raise it")
+    if args.temperature < 0:
+        raise ConfigError("--temperature", args.temperature, "must be ≥ 0", "0 is greedy")
+    if args.engine == "server" and not args.base_url:
+        raise ConfigError("--base-url", None, "is missing", "give http://HOST:PORT/v1, or use --engine local")
+    thinking = {"on": True, "off": False, None: None}[args.thinking]
+    sampling = Sampling(args.max_tokens, args.temperature, thinking, args.seed)
+    out = regenerate(
+        args.input,
+        args.output,
+        lambda: _engine(args),
+        {"engine": args.engine, "model": args.model},
+        sampling,
+        concurrency=args.concurrency,
+        overwrite=args.overwrite,
+        limit=args.limit,
+    )
+    dropped = f" dropped={dict(out.dropped)}" if out.dropped else ""
+    print(f"written={out.written} resumed={out.resumed} failed={out.failed} truncated={out.truncated}{dropped}")
+    if out.written + out.resumed == 0:
+        raise ConfigError("--input", args.input, "gave no answer: 0 usable prompts", "see the reasons above")
+    if out.failed:
+        print(f"{out.failed} prompts failed; the same command tries them again")
+    return 1 if out.failed else 0
+
+
+def _engine(args: argparse.Namespace) -> Any:
+    if args.engine == "local":
+        from recipe.data.local_engine import LocalEngine
+
+        return LocalEngine(args.model, batch_size=args.batch_size)
+    from recipe.data.served import ServerEngine
+
+    engine = ServerEngine(args.base_url, args.model, args.retries)
+    engine.check()
+    return engine
