@@ -113,6 +113,18 @@ def test_each_delivery_happens_once(ring: Ring) -> None:
     assert ring.stats().delivered == 2 and ring.stats().aborted is None
 
 
+def test_an_entry_with_fewer_deliveries_due_is_freed_after_them(ring: Ring) -> None:
+    for write in ring.reserve(0, [(1, 4, 0), (2, 4, 0)], timeout=0, uses=[1, 2]):
+        ring.commit(write)
+    ring.release(ring.lease(1, 1, timeout=0))
+    ring.release(ring.lease(2, 1, timeout=0))
+    assert ring.stats().free_pages == 9 and ring.stats().ready_tokens == 4
+    ring.check_invariants()
+    for bad in ([0], [3], [1, 1]):
+        with pytest.raises(RunError, match="uses"):
+            ring.reserve(1, [(3, 4, 0)], timeout=0, uses=bad)
+
+
 def test_batches_are_reserved_in_order_from_any_start(path: Path) -> None:
     ring = Ring.create(path, SPEC, "run", first_batch=17)
     with pytest.raises(RingTimeout, match="batch 18"):
