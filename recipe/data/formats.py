@@ -142,22 +142,27 @@ def _read_json(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
         yield from _read_array(buffered)
         return
     first = buffered.readline()
+    rest = buffered.readline()
     try:
         json.loads(first.removeprefix(_BOM))
+        whole = not rest.strip()  # one line alone may be an object that holds the rows
     except ValueError:
-        yield from _read_object(first + buffered.read())
+        whole = True
+    if whole:
+        yield from _read_object(first + rest + buffered.read())
         return
+    first += rest
     yield from _read_lines(_Chained(first, buffered))  # type: ignore[arg-type]
 
 
 class _Chained:
-    """A line that was read already, then the rest of its stream."""
+    """Lines that were read already, then the rest of its stream."""
 
     def __init__(self, first: bytes, rest: IO[bytes]) -> None:
         self.first, self.rest = first, rest
 
     def __iter__(self) -> Iterator[bytes]:
-        yield self.first
+        yield from self.first.splitlines(keepends=True)
         yield from self.rest
 
 

@@ -135,7 +135,7 @@ class _Workshop:
             ) from error
         self.lock = (self.folder / "lock").open("w")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would keep it
         except OSError as error:
             where = str(self.folder)
             raise ConfigError("--output", where, "another prepare is making this now", "wait for it") from error

@@ -46,6 +46,9 @@ class Drop(Exception):
         self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail or REASONS[reason]}")
 
+    def __reduce__(self) -> tuple[type[Drop], tuple[str, str]]:  # travels to worker processes
+        return Drop, (self.reason, self.detail)
+
 
 @dataclass
 class Report:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +144,17 @@ def _excerpt(content: Any) -> str:
 _state: tuple[ChatMask, Job] | None = None
 
 
+def _leave_with_parent(parent: int) -> None:
+    """Workers of a killed job would wait for work for ever: they hold both ends of their own queue."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _work_forked(chunk: Chunk) -> Result:
     assert _state is not None
     return work(chunk, *_state)
@@ -165,22 +179,21 @@ def _chunked(records: Iterator[tuple[int, Record]]) -> Iterator[Chunk]:
 def _run_pool(chunks: Iterator[Chunk], masker: ChatMask, job: Job, num_proc: int) -> Iterator[Result]:
     global _state
     _state = (masker, job)  # inherited through fork: a tokenizer of 250 K entries is not sent to anybody
-    ahead = threading.Semaphore(4 * num_proc)  # Pool.imap alone would read the whole input into its queue
-
-    def admitted() -> Iterator[Chunk]:
-        for chunk in chunks:
-            ahead.acquire()
-            yield chunk
-
-    with multiprocessing.get_context("fork").Pool(num_proc) as pool:
-        try:
-            for result in pool.imap(_work_forked, admitted()):
-                ahead.release()
-                yield result
-        finally:
-            for _ in range(4 * num_proc):  # lets the feeding thread end when we stop early
-                ahead.release()
-            _state = None
+    flying: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
+    try:
+        # An executor, not a Pool: a worker that dies (out of memory) is an error here; a Pool would wait for ever.
+        fork = multiprocessing.get_context("fork")
+        with concurrent.futures.ProcessPoolExecutor(num_proc, fork, _leave_with_parent, (os.getpid(),)) as pool:
+            for chunk in chunks:
+                flying.append(pool.submit(_work_forked, chunk))
+                if len(flying) >= 4 * num_proc:  # bounds memory: no more of the input is read until this is done
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+    finally:
+        for future in flying:
+            future.cancel()
+        _state = None
 
 
 def pick(

@@ -1,5 +1,7 @@
 """Small tokenizers with minimal chat templates of each family's manners; trained here, nothing comes from a network."""
 
+# ruff: noqa: E501  (rows and templates are kept on one line)
+
 from __future__ import annotations
 
 from functools import lru_cache

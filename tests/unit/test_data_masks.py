@@ -1,5 +1,7 @@
 """Nasty rows: for each its exact tokens and its exact supervised texts, or the reason why it is dropped."""
 
+# ruff: noqa: E501  (one case, one line)
+
 from __future__ import annotations
 
 import itertools
