@@ -1,6 +1,6 @@
 """regenerate against a real HTTP server, with faults, kill -9 and resume; and with a real small model."""
 
-# ruff: noqa: E501  (rows and templates are kept on one line)
+
 
 from __future__ import annotations
 
