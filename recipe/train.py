@@ -6,6 +6,7 @@ Reads like the run: find the role, agree on the configuration, meet in the ring,
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -33,7 +34,9 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if not Path("/dev/nvidiactl").exists() else "cuda")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # DeepSpeed asks its own scheduler for a rate before the first step and warns itself about it.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "before it has started" not in record.getMessage())
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file. ConfigError names the line that is no object."""
+    """The rows of a JSONL file, or of one in gzip. ConfigError names the line that is no object."""
+    path = Path(path)
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         rule = f"the prompts file cannot be read ({error})"
         raise ConfigError("--prompts", str(path), rule, "name a JSONL file") from None
     rows = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,3 +23,18 @@ def test_torch_versions_are_put_back_and_run() -> None:
     decay, beta = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
     output, _ = module.torch_chunk_gated_delta_rule(queries, queries, values, decay, beta)
     assert output.shape == (1, 5, 2, 4) and output.isfinite().all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU machine the kernels stay")
+def test_called_first_it_keeps_fla_out_of_the_process() -> None:
+    code = (
+        "import sys, torch\n"
+        "from recipe.target.cpu_kernels import use_torch_kernels_on_cpu\n"
+        "use_torch_kernels_on_cpu()\n"
+        "from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule\n"
+        "q = torch.randn(1, 5, 2, 4)\n"
+        "out, _ = rule(q, q, q, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))\n"
+        "assert out.isfinite().all() and sys.modules['fla'] is None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
