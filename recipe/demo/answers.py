@@ -22,6 +22,7 @@ import torch.nn.functional as functional
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from recipe.demo.corpus import free_text
 from recipe.demo.token_file import ENTRIES_FILE, TEXTS_FILE, TokenFile
 from recipe.demo.tokenizer import TURN_END
 from recipe.demo.train_target import IGNORED, chat_rows
@@ -148,6 +149,7 @@ def conversations(
 ) -> tuple[list[dict], dict[str, float]]:
     """(rows in ``messages`` form, statistics); kept are answers that ended and re-encode to the very same tokens."""
     end, rows, finished, matching = tokenizer.convert_tokens_to_ids(TURN_END), [], 0, 0
+    free_tokens, kept_tokens = 0, 0
     for entry, tokens in zip(entries, answers, strict=True):
         if not tokens or tokens[-1] != end:
             continue
@@ -156,6 +158,8 @@ def conversations(
         if tokenizer.encode(text, add_special_tokens=False) != tokens[:-1]:
             continue
         matching += text == entry["reference"]
+        free_tokens += len(tokenizer.encode(free_text(text), add_special_tokens=False))
+        kept_tokens += len(tokens)
         messages = [{"role": "user", "content": entry["prompt"]}, {"role": "assistant", "content": text}]
         rows.append({"id": entry["id"], "messages": messages})
     statistics = {
@@ -164,6 +168,7 @@ def conversations(
         "kept": len(rows),
         "equal_to_documentation": matching / len(entries),
         "mean_answer_tokens": float(np.mean([len(tokens) for tokens in answers])),
+        "free_text_share": free_tokens / max(1, kept_tokens),
         "distinct_2": distinct(answers, 2),
         "distinct_4": distinct(answers, 4),
     }

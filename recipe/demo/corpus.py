@@ -11,7 +11,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,12 @@ QUESTIONS = (
     "How is the {kind} `{name}` documented?",
 )
 
+C_API = "the Python/C API"
+#: The fixed form of an answer. Most of an answer is this form and names, so that a small drafter can guess ahead.
+LEAD_END = " as follows: "
+CLOSING_START = " You can read more about it on the page "
+CLOSING_END = " of the Python 3.11 documentation. What else would you like to know?"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -69,18 +75,18 @@ class Entry:
         template = QUESTIONS[phrasing % len(QUESTIONS)]
         return template.format(name=self.name, kind=self.kind, place=self.place, signature=self.signature)
 
-    def answer(self, count_tokens: Callable[[str], int], max_tokens: int) -> str | None:
-        """Opening, as many whole sentences as fit into ``max_tokens``, and the source; None when not one fits."""
+    def answer(self) -> str:
+        """The assistant's answer: its fixed form around the documentation's own first sentence."""
         article = "an" if self.kind[0] in "aeiou" else "a"
-        opening = f"`{self.signature}` is {article} {self.kind} of {self.place}."
-        closing = f"(Python 3.11 documentation: {self.page})"
-        best = None
-        for count in range(1, min(4, len(self.sentences)) + 1):
-            text = " ".join((opening, *self.sentences[:count], closing))
-            if count_tokens(text) > max_tokens:
-                break
-            best = text
-        return best
+        body = "Python/C API" if self.place == C_API else "Python standard library"
+        opening = f"`{self.name}` is {article} {self.kind} of the {body}."
+        lead = f"The Python 3.11 documentation describes this {self.kind}{LEAD_END}"
+        return f"{opening} {lead}{self.sentences[0]}{CLOSING_START}{self.page}{CLOSING_END}"
+
+
+def free_text(answer: str) -> str:
+    """What an answer says between the phrases of the fixed form; the whole answer where they are missing."""
+    return answer.partition(LEAD_END)[2].rpartition(CLOSING_START)[0] or answer
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def entries_of(source: str, page: str) -> Iterator[Entry]:
         body_start, end = _body(lines, index)
         sentences = _sentences(lines[body_start:end])
         if sentences and re.fullmatch(r"[\w.]+", name) and ("." in name or directive != "c:member"):
-            place = "the Python/C API" if directive.startswith("c:") else f"the module `{module or 'builtins'}`"
+            place = C_API if directive.startswith("c:") else f"the module `{module or 'builtins'}`"
             held_out = is_held_out(page) or is_held_out(name)
             yield Entry(name, KINDS[directive], shown, place, page, sentences, (index, end), held_out)
 
@@ -220,5 +226,5 @@ def _sentences(body: list[str]) -> tuple[str, ...]:
         if len(paragraphs) == 2 or block.rstrip().endswith("::"):
             break
     text = " ".join(paragraphs)
-    parts = re.split(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)\s+(?=[A-Z`(])", text)
+    parts = re.split(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<!\beg\.)\s+(?=[A-Z`(])", text)
     return tuple(part for part in (p.strip() for p in parts) if len(part) > 8 and part[-1] in ".!?)`")

@@ -14,6 +14,8 @@ from recipe.demo.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 #: An answer and its end-of-turn token fit into the 96 new tokens of one generation.
 MAX_ANSWER_TOKENS = 92
+#: Longest sentence of the documentation within an answer; entries with longer ones are left out.
+MAX_FREE_TOKENS = 36
 TOKENS_FILE, ENTRIES_FILE, TEXTS_FILE = "tokens.npz", "entries.jsonl", "heldout_texts.json"
 
 
@@ -50,7 +52,7 @@ def build(corpus: Corpus, folder: Path) -> PreTrainedTokenizerFast:
     """Train the tokenizer on the train split and write it, the token arrays and the list of entries to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     train = [entry for entry in corpus.entries if not entry.held_out]
-    samples = [" ".join((e.question(i), e.signature, *e.sentences[:2], f"({e.page})")) for i, e in enumerate(train)]
+    samples = [f"{entry.question(index)} {entry.answer()}" for index, entry in enumerate(train)]
     # The answers weigh three times: their words are what the target writes in the demo.
     tokenizer = train_tokenizer([*corpus.train_texts.values(), *samples, *samples, *samples])
     save_tokenizer(tokenizer, folder)
@@ -58,8 +60,12 @@ def build(corpus: Corpus, folder: Path) -> PreTrainedTokenizerFast:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    answered = [(entry, entry.answer(count, MAX_ANSWER_TOKENS)) for entry in corpus.entries]
-    pairs = [(entry, answer) for entry, answer in answered if answer is not None]
+    answered = [(entry, entry.answer()) for entry in corpus.entries]
+    pairs = [
+        (entry, answer)
+        for entry, answer in answered
+        if count(answer) <= MAX_ANSWER_TOKENS and count(entry.sentences[0]) <= MAX_FREE_TOKENS
+    ]
     arrays = {
         "text": _stream(tokenizer, corpus.train_texts.values()),
         "held_out_text": _stream(tokenizer, corpus.held_out_texts.values()),

@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from recipe.demo.answers import greedy_answers, load_stored, sample_perplexity
-from recipe.demo.corpus import entries_of, is_held_out
+from recipe.demo.answers import MAX_NEW_TOKENS, greedy_answers, load_stored, read_entries, sample_perplexity
+from recipe.demo.corpus import QUESTIONS, Corpus, Entry, entries_of, free_text, is_held_out
 from recipe.demo.rst import clean_document, clean_inline
-from recipe.demo.tokenizer import MASK, SPECIAL_TOKENS, mask_token_id
+from recipe.demo.token_file import TokenFile, build
+from recipe.demo.tokenizer import MASK, SPECIAL_TOKENS, VOCAB_SIZE, mask_token_id
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 
 ASSETS = Path(__file__).resolve().parents[2] / "recipe" / "demo" / "assets"
@@ -50,6 +51,7 @@ def test_shape_makes_tensor_parallelism_uneven():
     assert Counter(config.layer_types) == {"linear_attention": 6, "full_attention": 2}
     assert (config.num_attention_heads, config.num_key_value_heads) == (6, 2)
     assert (config.linear_num_key_heads, config.linear_num_value_heads) == (4, 12)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (VOCAB_SIZE, 192, 384)
 
 
 def test_every_stored_tensor_is_used_and_none_is_missing():
@@ -64,7 +66,9 @@ def test_held_out_perplexity_is_the_recorded_one_and_far_below_a_unigram(stored)
     measured = sample_perplexity(*stored, sample["texts"])
     assert measured == pytest.approx(sample["perplexity"], rel=0.05)
     assert measured < sample["unigram_perplexity"] / 10
-    assert CARD["perplexity"]["heldout_perplexity"] < CARD["perplexity"]["unigram_perplexity"] / 10
+    whole = CARD["perplexity"]
+    assert whole["heldout_perplexity"] < whole["unigram_perplexity"] / 10
+    assert whole["heldout_perplexity_per_byte"] < whole["unigram_perplexity_per_byte"] / 3
 
 
 def test_greedy_answers_are_the_recorded_ones(stored):
@@ -127,7 +131,40 @@ def test_entries_carry_their_qualified_name_and_own_text():
         ("m.C", ("A class of things.",)),
         ("m.C.go", ("Go n steps.", "Then stop.")),
     ]
-    assert found[1].answer(len, 10**6) == (
-        "`m.C.go(n)` is a method of the module `m`. Go n steps. Then stop. (Python 3.11 documentation: library/m)"
+    assert found[1].answer() == (
+        "`m.C.go` is a method of the Python standard library. The Python 3.11 documentation describes this method as "
+        "follows: Go n steps. You can read more about it on the page library/m of the Python 3.11 documentation. "
+        "What else would you like to know?"
     )
-    assert found[1].answer(len, 10) is None
+    assert free_text(found[1].answer()) == "Go n steps."
+    assert free_text("no form at all") == "no form at all"
+
+
+def test_answers_keep_the_form_and_little_of_them_is_free_text(stored):
+    _, tokenizer = stored
+    for name, key in (("conversations.jsonl.gz", "conversations"), ("heldout.jsonl.gz", "heldout")):
+        answers = [row["messages"][1]["content"] for row in rows(name)]
+        free = [free_text(answer) for answer in answers]
+        assert sum(a != f for a, f in zip(answers, free, strict=True)) >= 0.99 * len(answers)
+        sizes = [[len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+                 for texts in (answers, free)]  # fmt: skip
+        assert max(sizes[0]) < MAX_NEW_TOKENS
+        share = sum(sizes[1]) / (sum(sizes[0]) + len(answers))  # the end-of-turn token counts too
+        assert share == pytest.approx(CARD[key]["free_text_share"]) and share < 0.3
+
+
+def test_long_sentences_and_long_answers_become_no_conversation(tmp_path):
+    long_name = "_".join("abcdefghijklmnopqrstuvwxyz" * 6)
+    entries = tuple(
+        Entry(name, "function", f"{name}()", "the module `m`", "library/m", (sentence,), (0, 1), held_out)
+        for name, sentence, held_out in (
+            ("m.f", "Return one.", False),
+            ("m.g", "Return " + "one and " * 40 + "one.", False),
+            (long_name, "Return two.", False),
+            ("m.h", "Return three.", True),
+        )
+    )
+    build(Corpus({"a": "Some text of the documentation."}, {"b": "Other text."}, entries), tmp_path)
+    assert [entry["id"] for entry in read_entries(tmp_path)] == ["m.f", "m.h"]
+    data = TokenFile.load(tmp_path)
+    assert len(data.chats.answers) == len(QUESTIONS) and len(data.held_out_chats.answers) == 1
