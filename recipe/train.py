@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
-
-from recipe.roles import process  # noqa: E402
-from recipe.roles.watchdog import block_signals  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -40,13 +38,17 @@ def quieten() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    block_signals()
-    process.die_with_parent()
+    # Before any import that may start a thread: SIGTERM and SIGINT are blocked everywhere and left to the watchdog,
+    # which answers them even while the main thread sits in a collective.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     quieten()
     args = parse_arguments(argv)
     from recipe.config import load_config
     from recipe.errors import ConfigError
+    from recipe.roles.process import die_with_parent
     from recipe.roles.role import Role
+
+    die_with_parent()
 
     try:
         config = load_config(args.deepspeed_config, args.overrides)

@@ -23,6 +23,15 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped (SIGSTOP, a debugger)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def parent_of(pid: int) -> int | None:
     """Parent pid, or None when the process is gone."""
     try:
