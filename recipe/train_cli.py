@@ -87,7 +87,8 @@ def free_port() -> int:
 
 def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> list[str]:
     layout = config.dflash.layout
-    launcher = [str(Path(sys.executable).with_name("deepspeed"))]
+    script = Path(sys.executable).with_name("deepspeed")
+    launcher = [str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
     if nodes:
         launcher += ["--hostfile", args.hostfile]
         if args.master_port:
@@ -97,11 +98,11 @@ def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> l
         # A path that exists nowhere: DeepSpeed would otherwise take /job/hostfile of the machine, unasked.
         launcher += ["--hostfile", os.devnull + ".none", "--num_gpus", str(ranks)]
         launcher += ["--master_addr", "127.0.0.1", "--master_port", str(args.master_port or free_port())]
-    script = [str(TRAIN_SCRIPT), "--deepspeed_config", str(Path(args.config))]
+    ours = [str(TRAIN_SCRIPT), "--deepspeed_config", str(Path(args.config))]
     for override in args.overrides:
-        script += ["--set", override]
-    script += ["--resume"] * args.resume + ["--replace"] * args.replace + ["--dry-run"] * args.check
-    return launcher + script
+        ours += ["--set", override]
+    ours += ["--resume"] * args.resume + ["--replace"] * args.replace + ["--dry-run"] * args.check
+    return launcher + ours
 
 
 def _launch(command: list[str]) -> int:
@@ -122,7 +123,7 @@ def _launch(command: list[str]) -> int:
                 code = runner.wait()
                 break
             except KeyboardInterrupt:
-                continue  # the terminal sent it to the ranks too; they end the run and say so
+                forward(signal.SIGINT, None)  # a terminal sends it to all; `kill -INT` sends it to us alone
     finally:
         signal.signal(signal.SIGTERM, previous)
     return code if code >= 0 else 128 - code

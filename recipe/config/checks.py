@@ -148,6 +148,10 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if drafter.init_from and not (Path(drafter.init_from) / "config.json").is_file():
         rule = "is no drafter folder (it has no config.json)"
         yield ConfigError("dflash.drafter.init_from", drafter.init_from, rule, "give an exported drafter, or null")
+    every = config.dflash.evaluation.every
+    if every:
+        rule = "decoding during training is not built yet"
+        yield ConfigError("dflash.evaluation.every", every, rule, "set it to 0 and run `evaluate` on the export")
     prompts = config.dflash.evaluation.prompts
     if prompts and not Path(prompts).is_file():
         yield ConfigError(

@@ -60,7 +60,6 @@ class Target(Section):
     target_layer_ids: list[NonNegative] | None = Field(
         None, description="taps: 0-based decoder layers; null: five, evenly spaced"
     )
-    trust_remote_code: bool = Field(False, description="run code that a model folder brings along")
 
 
 class Ring(Section):
@@ -124,7 +123,7 @@ class Evaluation(Section):
 
 class Wandb(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="auto: online only with a key")
-    project: str = Field("dflash", min_length=1)
+    project: str = Field("dflash", min_length=1, description="W&B project")
 
 
 class Telemetry(Section):

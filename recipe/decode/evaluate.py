@@ -205,11 +205,14 @@ def find_source(path: Path) -> Source:
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The plain transformers model of a local folder, in evaluation mode."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 
     if device.type == "cpu":
         use_torch_kernels_on_cpu(force=True)
+    logging.set_verbosity_error()  # its notes on missing kernels are no news here: cpu_kernels.py decides that
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()
 

@@ -76,10 +76,11 @@ class RunReporter:
 
     def flush(self, step: int, sums: dict[str, tuple[float, float]]) -> None:
         self.metrics.add({name: pair[0] for name, pair in sums.items()}, {name: pair[1] for name, pair in sums.items()})
-        depth = round(self.ring.stats().depth_tokens / self.config.dflash.data.token_budget)
+        most = self.config.dflash.ring.max_depth
+        depth = min(round(self.ring.stats().depth_tokens / self.config.dflash.data.token_budget), most)
         self.last = self.metrics.flush(
             step,
-            ring=(depth, self.config.dflash.ring.max_depth),
+            ring=(depth, most),
             mem=peak_memory_bytes(self.device),
             epoch=self.epoch_of(step - 1),
         )

@@ -1,10 +1,10 @@
 """Two threads in every rank that see a death or a hang anywhere in the run and then end this process at once.
 
 Threads, because a Python signal handler does not run while the main thread sits in a collective; for the same reason
-`recipe/train.py` blocks SIGTERM and SIGINT everywhere, and they are collected here. One thread looks at this node and never blocks: the
-siblings' processes (exact, by pid and start time), the launcher above them, this rank's own progress. The other talks
-to the control store: heartbeats, the abort flag, and on rank 0 everybody's heartbeats (a lost node). Whoever sees
-something first raises the flag; every rank obeys it within a second. reference/deepspeed.md §2.
+`recipe/train.py` blocks SIGTERM and SIGINT everywhere, and they are collected here. One thread looks at this node and
+never blocks: the siblings' processes (exact, by pid and start time), the launcher above them, this rank's own progress.
+The other talks to the control store: heartbeats, the abort flag, and on rank 0 everybody's heartbeats (a lost node).
+Whoever sees something first raises the flag; every rank obeys it within a second. reference/deepspeed.md §2.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Watchdog:
             looked = now
             report = self._flag or self._look(now)
             if report is None and caught is not None:
-                report = self._explain_signal(signal.Signals(caught.si_signo))
+                time.sleep(BEAT_S / 2)  # the kernel sends it when the launcher dies, a moment before that can be seen
+                report = self._look(now) or self._explain_signal(signal.Signals(caught.si_signo))
             if report is not None and not self._finished.is_set() and not self._over:
                 self._end(report if report is self._flag else self._raise_flag(report))
 

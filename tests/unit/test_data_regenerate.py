@@ -1,7 +1,5 @@
 """regenerate against a real HTTP server, with faults, kill -9 and resume; and with a real small model."""
 
-
-
 from __future__ import annotations
 
 import json
