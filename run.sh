@@ -64,6 +64,8 @@ install() {
   pip_install "torch==2.13.0" || die "could not install torch (see above). Mend the cause and start again."
   say "2/2 the other packages"
   pip_install -e "$root[test]" || die "could not install the packages (see above). Mend the cause and start again."
+  # The reference client, which the tests compare with. Its own pins are older than ours, so it comes without them.
+  pip_install --no-deps "dflash==0.1.0" || die "could not install dflash (see above). Mend the cause and start again."
   printf '%s' "$wanted" >"$stamp"
   rm -f "$unfinished"
   say "done in $((SECONDS - started)) s"
