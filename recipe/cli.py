@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from recipe import __version__
-from recipe.errors import ConfigError, nearest
+from recipe.errors import ConfigError, RunError, nearest
 
 
 class Verb(NamedTuple):
@@ -101,13 +101,16 @@ def _guarded(name: str, arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (RunError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # `recipe … | head`: stdout must not be flushed again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # `recipe … | head`: stdout must not be flushed again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _print(text: str) -> int:

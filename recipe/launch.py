@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from recipe.config import RunConfig, load_config_text
 from recipe.config.checks import check
 from recipe.config.derive import resolve
 from recipe.config.feasibility import ring_size
+from recipe.data.ensure import ensure_rows
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule
+from recipe.drafter.checkpoint import find_resume, steps_of
+from recipe.drafter.identity import identity
 from recipe.errors import ConfigError
 from recipe.ring import Ring, ring_path
 from recipe.roles.role import Role
@@ -31,6 +36,7 @@ from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, is_run
 from recipe.telemetry.status_writer import mark_dead
 
+LEAVE_S = 60.0
 END_S = 24 * 3600.0  # targets are done long before the drafters; who dies meanwhile is noticed by the watchdog
 
 
@@ -39,10 +45,11 @@ class Launch:
 
     def __init__(self, role: Role, config: RunConfig, args: argparse.Namespace) -> None:
         self.role, self.config, self.args = role, config, args
-        self.store = ControlStore.connect(role, serve=role.rank == 0)
+        run = launch_name(role, config)
+        self.store = ControlStore.connect(role, run, serve=role.rank == 0)
         # The ring's own time-outs are the better witnesses, so they get the first word.
         hang_s = 1.5 * config.dflash.ring.timeout_s
-        self.watchdog = Watchdog(role, lambda: ControlStore.connect(role, serve=False), hang_s)
+        self.watchdog = Watchdog(role, lambda: ControlStore.connect(role, run, serve=False), hang_s)
         self.run_dir: RunDir | None = None
         self.ring: Ring | None = None
 
@@ -51,7 +58,7 @@ class Launch:
         try:
             self._live()
         except ConfigError as error:
-            self.watchdog.abort(f"error: {error}", code=2)
+            self.watchdog.abort(str(error), code=2)
         except BaseException as error:
             traceback.print_exc()
             self.watchdog.abort(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -69,7 +76,8 @@ class Launch:
         init_world(self.role, self.store, device, self.config.dflash.ring.timeout_s + 60.0)
         scene = Scene(
             self.role, self.config, shape, device, rows, schedule, self.ring, self.watchdog, self.store,
-            Path(agreed["run_dir"]), int(agreed["first_step"]), self.args.resume,
+            Path(agreed["run_dir"]), int(agreed["first_step"]), self.args.resume, self.args.dry_run,
+            list(agreed["notes"]),
         )  # fmt: skip
         self.watchdog.progress("importing the model code")
         if self.role.kind == "target":
@@ -100,35 +108,51 @@ class Launch:
             self._refuse(None)
         self.watchdog.run_dir = Path(found["run_dir"])
         self.store.put(f"process/{self.role.rank}", ProcessId.own(self.role.rank, self.role.kind).to_dict())
-        if not self.role.is_leader:
-            self.watchdog.on_end.append(self._note_death)
+        self.watchdog.on_end.append(self._clear_away if self.role.is_leader else self._note_death)
         return found
 
     def _note_death(self, report: dict[str, Any]) -> None:
         """The leader notes a death itself, unless it is the one that died."""
-        if is_run(Path(self.watchdog.run_dir or "")):
-            mark_dead(RunDir(Path(self.watchdog.run_dir or "")), report["rank"], report["role"], report["cause"])
+        path = self.watchdog.run_dir
+        if path is not None and report["code"] != 2 and is_run(path):
+            mark_dead(RunDir(path), report["rank"], report["role"], report["cause"])
+
+    def _clear_away(self, report: dict[str, Any]) -> None:
+        """A user's mistake found late leaves nothing half-made behind, and a dry run never leaves anything."""
+        if self.run_dir is None:
+            return
+        if self.args.dry_run:
+            shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
+        elif report["code"] == 2 and not self.args.resume and not steps_of(self.run_dir.checkpoints):
+            shutil.rmtree(self.run_dir.path, ignore_errors=True)
 
     def _decide(self) -> dict[str, Any]:
-        from recipe.drafter.checkpoint import find_resume
-        from recipe.drafter.role import identity
+        resolved = resolve(for_dry_run(self.config) if self.args.dry_run else self.config)
+        ensure_rows(resolved)
+        unchecked = self.args.replace or self.args.dry_run
+        notes = check(resolved, nodes=self.role.nodes, resume=None if unchecked else self.args.resume)
+        first_step = self._find_resume(resolved) if self.args.resume else 0
+        output_dir = tempfile.mkdtemp(prefix="dflash-check-") if self.args.dry_run else resolved.dflash.run.output_dir
+        self.run_dir = RunDir.create(output_dir, resolved.dflash.run.name, self.args.resume, fresh=self.args.replace)
+        facts = {"run_dir": str(self.run_dir.path), "first_step": first_step, "notes": notes}
+        return {"config": resolved.to_json(), **facts}
 
-        if self.args.dry_run:
-            raw = self.config.model_dump()
-            raw["dflash"]["run"] |= {"output_dir": tempfile.mkdtemp(prefix="dflash-check-"), "max_steps": 1}
-            self.config = RunConfig.model_validate(raw)
-        resolved = resolve(self.config)
-        run = resolved.dflash.run
-        check(resolved, nodes=self.role.nodes, resume=None if self.args.replace else self.args.resume)
-        self.run_dir = RunDir.create(run.output_dir, run.name, self.args.resume, fresh=self.args.replace)
-        first_step = find_resume(self.run_dir.checkpoints, identity(resolved)) if self.args.resume else 0
-        return {"config": resolved.to_json(), "run_dir": str(self.run_dir.path), "first_step": first_step}
+    def _find_resume(self, resolved: RunConfig) -> int:
+        """The step to go on from; found before the run's folder is touched."""
+        rows = Rows.open(resolved.dflash.data.path)
+        folder = Path(resolved.dflash.run.output_dir) / resolved.dflash.run.name / "checkpoints"
+        step = find_resume(folder, identity(resolved, rows.fingerprint, self.role.nodes))
+        steps = Schedule.of(resolved, rows.lengths, self.role.nodes).total_steps
+        if step >= steps:
+            rule = f"the run has done all of its {steps} steps already"
+            raise ConfigError("--resume", resolved.dflash.run.name, rule, "raise run.max_steps, or start another run")
+        return step
 
     def _refuse(self, message: str | None) -> None:
         """A user's mistake: one message from one rank, exit 2 from all, nothing left behind."""
         if message is not None:
             print(f"error: {message}", file=sys.stderr, flush=True)
-        self.store.arrive("refused", self.role, self.role.world_size, 60.0, self.watchdog.tick)
+        self.store.arrive("refused", self.role, self.role.world_size, START_UP_S, self.watchdog.tick)
         self._part()
         os._exit(2)
 
@@ -145,11 +169,13 @@ class Launch:
             run_id = f"{ours.run.name}-{os.getpid()}"
             path = ring_path(run_id, node)
             ring = Ring.create(path, spec, run_id, producers=self.role.replicas, on_wait=self._on_wait)
+            self.watchdog.on_end.append(lambda _: ring.unlink())
             self.store.put(key, [str(path), run_id])
         else:
             found = self.store.get(key, START_UP_S)
             assert isinstance(found, list)
             ring = Ring.attach(found[0], found[1], spec=spec, on_wait=self._on_wait)
+            self.watchdog.on_end.append(lambda _: ring.unlink())
         self.store.arrive(f"mapped/{node}", self.role, local, START_UP_S, self.watchdog.tick)
         ring.unlink()
 
@@ -172,7 +198,9 @@ class Launch:
     def _leave(self) -> None:
         self.watchdog.progress("waiting for the others to end")
         self.store.arrive("end", self.role, self.role.world_size, END_S, self.watchdog.tick)
-        self.store.put("ended", True)
+        limit = threading.Timer(LEAVE_S, os._exit, (0,))  # all work is done and said; closing may not hang it
+        limit.daemon = True
+        limit.start()
         if self.ring is not None:
             self.ring.close()
         leave_world()
@@ -186,12 +214,30 @@ class Launch:
         os._exit(0)  # everything is closed and said; a library's exit handler must not be able to hang a finished run
 
     def _part(self) -> None:
-        """Rank 0 serves the store, so it leaves last."""
-        self.store.put("ended", True)
+        """Nobody leaves while somebody still watches, or an exit would be taken for a death. Rank 0, which serves the
+        store, leaves last."""
         self.watchdog.finish()
+        self.store.arrive("unwatched", self.role, self.role.world_size, LEAVE_S, lambda: None)
         self.store.check_in("left")
         if self.role.rank == 0:
-            self.store.wait_for("left", self.role, self.role.world_size, 60.0, self.watchdog.tick)
+            self.store.wait_for("left", self.role, self.role.world_size, LEAVE_S, lambda: None)
+
+
+def launch_name(role: Role, config: RunConfig) -> str:
+    """The same on all ranks of a launch and unlike that of any other: its keys in the control store begin with it."""
+    run = config.dflash.run
+    parts = [os.path.abspath(run.output_dir), run.name]
+    if role.nodes == 1:
+        parts.append(str(os.getppid()))  # the launcher
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def for_dry_run(config: RunConfig) -> RunConfig:
+    """One step, and no word of it to anybody outside."""
+    raw = config.model_dump()
+    raw["dflash"]["run"]["max_steps"] = 1
+    raw["dflash"]["telemetry"]["wandb"]["mode"] = "disabled"
+    return RunConfig.model_validate(raw)
 
 
 def limit_threads(role: Role, config: RunConfig) -> None:

@@ -36,6 +36,8 @@ class Scene:
     run_path: Path
     first_step: int
     resume: bool
+    dry_run: bool
+    notes: list[str]
 
     @property
     def taps(self) -> list[int]:

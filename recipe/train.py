@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     quieten()
     args = parse_arguments(argv)
     from recipe.config import load_config
-    from recipe.errors import ConfigError
+    from recipe.errors import ConfigError, RunError
     from recipe.roles.process import die_with_parent
     from recipe.roles.role import Role
 
@@ -52,15 +52,19 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         config = load_config(args.deepspeed_config, args.overrides)
-        role = Role.from_environment(config.dflash.layout)
+        from recipe.config.checks import check_layout
+        from recipe.launch import Launch
+
+        check_layout(config)
+        launch = Launch(Role.from_environment(config.dflash.layout), config, args)
     except ConfigError as error:  # the same on every rank: one of them says it
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-
-    from recipe.launch import Launch
-
-    Launch(role, config, args).run()
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    launch.run()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.no_model and not args.check:
         raise ConfigError("--no-model", True, "only goes with --check", "add --check")
+    if args.check and (args.resume or args.replace):
+        raise ConfigError("--check", True, "tries a new run and writes nothing", "leave out --resume and --replace")
     config = load_config(args.config, args.overrides)
     hosts = _hosts(args.hostfile, config)
     resolved = _resolve_and_check(config, args, max(len(hosts), 1))
@@ -52,13 +54,15 @@ def run(args: argparse.Namespace) -> int:
 def _resolve_and_check(config: RunConfig, args: argparse.Namespace, nodes: int) -> RunConfig:
     from recipe.config.checks import check
     from recipe.config.derive import resolve
+    from recipe.config.describe import describe
+    from recipe.data.ensure import ensure_rows
 
     resolved = resolve(config)
+    if not args.no_model:
+        ensure_rows(resolved)
     fresh = args.replace or args.check
     notes = check(resolved, nodes=nodes, model=not args.no_model, resume=None if fresh else args.resume)
-    if args.check:
-        from recipe.config.describe import describe
-
+    if args.check:  # otherwise the run's leader says it, and writes it into train.log
         print(describe(resolved, notes), flush=True)
     return resolved
 

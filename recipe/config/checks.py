@@ -47,6 +47,13 @@ def check(
     return sizes.lines()
 
 
+def check_layout(config: RunConfig) -> None:
+    """The GPU lists alone; a rank needs it before it can know its role. Raises ConfigError."""
+    found = list(_layout(config))
+    if found:
+        raise ConfigErrors(f"run {config.dflash.run.name!r}", found)
+
+
 def _layout(config: RunConfig) -> Iterator[ConfigError]:
     layout = config.dflash.layout
     for name, gpus in (("target_gpus", layout.target_gpus), ("drafter_gpus", layout.drafter_gpus)):

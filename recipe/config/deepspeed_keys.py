@@ -69,7 +69,7 @@ class DataTypes(Section):
 class ZeroOptimization(Section):
     """ZeRO of the drafter world. Stage 3 would cut the weights that decoding and export read whole."""
 
-    stage: Annotated[int, Field(ge=0, le=2)] = Field(2, description="0, 1 or 2")
+    stage: Annotated[int, Field(ge=1, le=2)] = Field(2, description="1 or 2")
     contiguous_gradients: bool = Field(True, description="copy gradients to one buffer as they come")
     reduce_scatter: bool = Field(True, description="reduce-scatter instead of all-reduce")
     reduce_bucket_size: Positive = Field(500_000_000, description="elements reduced at once")

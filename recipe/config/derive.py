@@ -5,7 +5,6 @@ What depends on the data stays open (the scheduler's steps), so that the resolve
 
 from __future__ import annotations
 
-import netrc
 import os
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,13 @@ def resolve(config: RunConfig, *, shape: TargetShape | None = None, gpus: int | 
 
 def _resolve_paths(ours: dict[str, Any]) -> None:
     """Absolute where something exists, so that the resolved file means the same from any folder."""
-    for section, key in (("data", "path"), ("target", "path"), ("drafter", "init_from"), ("evaluation", "prompts")):
+    for section, key in (
+        ("data", "path"),
+        ("data", "conversations"),
+        ("target", "path"),
+        ("drafter", "init_from"),
+        ("evaluation", "prompts"),
+    ):
         given = ours[section][key]
         found = locate(given) if given else None
         if found is not None:
@@ -54,8 +59,6 @@ def _resolve_machine(ours: dict[str, Any], gpus: int) -> None:
         ours["layout"]["device"] = "cuda" if gpus else "cpu"
     if ours["drafter"]["attention"] == "auto":
         ours["drafter"]["attention"] = "flex" if ours["layout"]["device"] == "cuda" else "eager"
-    if ours["telemetry"]["wandb"]["mode"] == "auto":
-        ours["telemetry"]["wandb"]["mode"] = "online" if _has_wandb_key() else "disabled"
 
 
 def _resolve_shape(config: RunConfig, ours: dict[str, Any], shape: TargetShape) -> None:
@@ -89,12 +92,3 @@ def _mask_token(path: str, revision: str | None) -> int:
         fix = "set it to an id that the vocabulary reserves and text never uses; not pad, eos or bos"
         raise ConfigError("dflash.drafter.mask_token_id", None, rule, fix)
     return tokens.mask
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -12,6 +12,8 @@ from recipe.config.deepspeed_keys import RunConfig
 from recipe.errors import ConfigError
 from recipe.ring.sizing import RingSize, available_shm, check_fits, plan_ring
 from recipe.shapes import TargetShape
+from recipe.telemetry.gpu import load_nvml
+from recipe.telemetry.wandb_run import resolve_mode
 
 if TYPE_CHECKING:
     from recipe.data.rows import Rows
@@ -103,6 +105,8 @@ def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: i
         rule = f"the data holds a row of {longest} tokens"
         fix = f"{again} with --max-seq-len {data.max_seq_len}, or set max_seq_len to {longest}"
         raise ConfigError("dflash.data.max_seq_len", data.max_seq_len, rule, fix)
+    if rows.meta.get("tokenizer_hash"):
+        rows.check_tokenizer(config.dflash.target.path)
     bound = rows.meta.get("vocab_bound")
     if isinstance(bound, int) and bound > shape.vocab_size:
         rule = f"its token ids go up to {bound - 1}, but the target's vocabulary has {shape.vocab_size}"
@@ -153,6 +157,9 @@ def check_machine(config: RunConfig, size: RingSize) -> None:
         fix = 'change the two lists, look at CUDA_VISIBLE_DEVICES, or set dflash.layout.device to "cpu" for a trial'
         raise ConfigError("dflash.layout", ranks, rule, fix)
     check_fits(size, available_shm())
+    resolve_mode(config.dflash.telemetry.wandb.mode)
+    if layout.device == "cuda":
+        load_nvml(config.dflash.telemetry.gpu)
 
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:

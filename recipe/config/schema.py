@@ -1,4 +1,4 @@
-"""The schema of one run: every key, its range and its only default. ``None`` means "derived" (see resolve.py)."""
+"""The schema of one run: every key, its range and its only default. ``None`` means "derived" (see derive.py)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Run(Section):
 
 class Data(Section):
     path: str = Field("data/tokenized", min_length=1, description="folder made by `prepare`")
+    conversations: str | None = Field(None, description="file that path is prepared from when it is missing")
     token_budget: Positive = Field(
         49152, description="tokens of one target batch (padded) and of one drafter micro-batch"
     )
@@ -103,7 +104,7 @@ class Objective(Section):
     soft_weight: Fraction = Field(1.0, description="with soft_labels: share of the KL term, the rest is cross-entropy")
     temperature: Annotated[float, Field(gt=0.0)] = Field(1.0, description="temperature of the soft labels")
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="decay length in tokens; null: 4, 5, 7 for blocks up to 8, 10, more"
+        None, description="decay length in tokens; null: 4, 5, 7 for blocks up to 8, 10, more; dpace does without"
     )
     dpace_alpha: Fraction = Field(0.5, description="confidence smoothing of dpace")
     acceptance_weight: Annotated[float, Field(ge=0.0)] = Field(
@@ -113,11 +114,11 @@ class Objective(Section):
 
 
 class Evaluation(Section):
-    every: NonNegative = Field(0, description="optimizer steps between evaluations in the loop; 0: off")
+    every: NonNegative = Field(0, description="must be 0: decoding during training is not built yet")
     prompts: str | None = Field(
         None, description="JSONL of held-out conversations; null: the held-out split of data.path"
     )
-    num_prompts: Positive = Field(64, description="prompts decoded")
+    num_prompts: Positive = Field(64, description="prompts that `evaluate RUN` and the demo decode")
     max_new_tokens: Positive = Field(128, description="tokens generated for each")
 
 

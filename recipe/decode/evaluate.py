@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe.config.schema import Evaluation as EvaluationSettings
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.metrics import (
     TAU_IS,
@@ -180,6 +181,7 @@ class Source:
     target: str | None
     revision: str | None
     prompts: Path | None
+    settings: EvaluationSettings
 
 
 def find_source(path: Path) -> Source:
@@ -191,7 +193,7 @@ def find_source(path: Path) -> Source:
         rule = "is neither a run directory nor an export: it has no readable config.json"
         raise ConfigError("RUN|EXPORT", str(path), rule, "name runs/NAME or runs/NAME/export/step_…") from None
     if not isinstance(data, dict) or "dflash" not in data:
-        return Source(path, None, None, None)
+        return Source(path, None, None, None, EvaluationSettings())
     exports = sorted(found for found in path.glob("export/step_*") if (found / "config.json").is_file())
     exports = [found for found in exports if not found.name.endswith("-speculators")] or exports
     if not exports:
@@ -199,7 +201,8 @@ def find_source(path: Path) -> Source:
     ours = data["dflash"]
     prompts = (ours.get("evaluation") or {}).get("prompts")
     prompts = Path(prompts) if prompts else Path(ours["data"]["path"]) / "heldout_prompts.jsonl"
-    return Source(exports[-1], ours["target"]["path"], ours["target"].get("revision"), prompts)
+    settings = EvaluationSettings.model_validate(ours.get("evaluation") or {})
+    return Source(exports[-1], ours["target"]["path"], ours["target"].get("revision"), prompts, settings)
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -247,7 +250,7 @@ def evaluate(
     target: str | Path | None = None,
     prompts: Sequence[Mapping[str, Any]] | Path | None = None,
     num_prompts: int | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     device: str = "auto",
     dtype: str = "auto",
@@ -258,7 +261,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate an export, or the newest export of a run, against its target.
 
-    ``target`` and ``prompts`` None: those of the run. ``num_prompts`` None: all. ``device`` auto: cuda where there is a
+    ``target`` and ``prompts`` None: those of the run. ``num_prompts``, ``max_new_tokens`` None: the run's
+    settings, or the schema's defaults. ``device`` auto: cuda where there is a
     GPU; ``dtype`` auto: bfloat16 there, float32 on the CPU. ConfigError for the user's mistakes, before weights load.
     """
     from transformers import AutoTokenizer
@@ -269,6 +273,8 @@ def evaluate(
     if temperature < 0:
         raise ConfigError("--temperature", temperature, "must not be negative", "0 is greedy")
     source = find_source(export_or_run)
+    num_prompts = num_prompts or source.settings.num_prompts
+    max_new_tokens = max_new_tokens or source.settings.max_new_tokens
     config, weights = load_export(source.export)
     if target is None and source.target is None:
         raise ConfigError("--target", None, "an export does not know where its target is", "add --target PATH")

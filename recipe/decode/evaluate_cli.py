@@ -21,9 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="PATH", help="target folder or cached hub id (default: the run's)")
     parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL (default: the run's held-out prompts)")
     parser.add_argument(
-        "--num-prompts", type=int, metavar="N", help="use the first N prompts (default: 64)", default=64
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help="use the first N prompts (default: the run's evaluation.num_prompts)",
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=128, help="tokens for each (default: 128)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="tokens for each (default: the run's evaluation.max_new_tokens)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples at a temperature above 0 (default: 0)")
     parser.add_argument(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recipe.config import RunConfig
+from recipe.config.describe import describe
 from recipe.drafter.checkpoint import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
 from recipe.ring import RingTimeout
@@ -34,6 +34,8 @@ class Desk:
 
     def __init__(self, scene: Scene, run_dir: RunDir) -> None:
         self.scene, self.run_dir = scene, run_dir
+        self.wandb: WandbRun | None = None
+        self.reporter: RunReporter | None = None
         config = scene.config
         write_atomic(run_dir.config_json, config.to_json())
         self._nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
@@ -58,8 +60,9 @@ class Desk:
             self._sampler.start()
         self.start_up = StartUp(scene.watchdog.phases, self.log, self.status)
         self.start_up.start()
-        self.reporter: RunReporter | None = None
         self._started = time.monotonic()
+        for line in describe(config, scene.notes).splitlines():
+            self.log.line(line)
         self.log.event(self._opening())
 
     def _opening(self) -> str:
@@ -83,7 +86,7 @@ class Desk:
             self.status.filling(ready, ours.ring.min_ready)
             if ready != said:
                 self.log.event(f"filling {ready}/{ours.ring.min_ready}")
-                said = ready
+                said, deadline = ready, time.monotonic() + ours.ring.timeout_s
             try:
                 ring.wait_ready(gate_tokens(self.scene.config), 1.0)
                 return
@@ -104,7 +107,7 @@ class Desk:
             first_step=first_step,
             steps=schedule.total_steps,
             epoch_of=lambda step: schedule.locate(step)[0],
-            log_metrics=self.wandb.log,
+            log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
         )
         return self.reporter
 
@@ -116,6 +119,11 @@ class Desk:
         """Export the trained drafter, write what the run came to, and close."""
         assert self.reporter is not None
         steps = self.scene.schedule.total_steps
+        if self.scene.dry_run:
+            self.log.event(f"one step done in {self.reporter.last['ms'] / 1000:.1f} s: this config runs here")
+            self.status.done("dry run")
+            self._close(0)
+            return
         self.status.phase("exporting")
         export = export_run(self.run_dir.path, steps)
         verdict = self.reporter.bottleneck()
@@ -140,17 +148,17 @@ class Desk:
 
     def _on_end(self, report: dict[str, Any]) -> None:
         """The watchdog ends this process: say why in the files too."""
-        self.log.event(f"the run ends because of {report['role']}: {report['cause']}")
+        self.log.note(f"the run ends because of {report['role']}: {report['cause']}")
         self.status.dead(report.get("rank"), report.get("role"), str(report.get("cause")))
-        self.wandb.finish(1, timeout_s=3)
-        if report.get("code") == 2 and self.reporter is None and not self.scene.resume:
-            self.status.close()
-            shutil.rmtree(self.run_dir.path, ignore_errors=True)  # a user's mistake leaves nothing half-made behind
+        self.status.close()
+        if self.wandb is not None:
+            self.wandb.finish(1, timeout_s=3)
 
     def _close(self, code: int) -> None:
         if self._sampler is not None:
             self._sampler.stop()
-        self.wandb.finish(code)
+        if self.wandb is not None:
+            self.wandb.finish(code)
         if self.reporter is not None:
             self.reporter.close()
         self.status.close()

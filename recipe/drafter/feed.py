@@ -65,16 +65,22 @@ class Feed:
         self.device, self.timeout_s = device, timeout_s
         self.waited_s = 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._ahead = ThreadPoolExecutor(1, "feed", initializer=self._enter_thread)
         self._next: tuple[int, int, Future[MicroBatch]] | None = None
         self._plans: dict[int, list[Planned]] = {}
 
+    def _enter_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # per thread; a new one stands on GPU 0
+
     def plan(self, step: int) -> list[Planned]:
         """The accumulation's micro-batches of this rank, from the rows alone: no tap is needed to weigh them."""
-        if step not in self._plans:
-            self._plans = {key: value for key, value in self._plans.items() if key >= step - 1}
-            self._plans[step] = [self._plan(step, index) for index in range(self.schedule.accumulation)]
-        return self._plans[step]
+        planned = self._plans.get(step)  # the training thread and the reading thread both come here
+        if planned is None:
+            planned = [self._plan(step, index) for index in range(self.schedule.accumulation)]
+            self._plans[step] = planned
+            self._plans.pop(step - 3, None)
+        return planned
 
     def _plan(self, step: int, index: int) -> Planned:
         planned = self.schedule.micro_batch(step, *self.place, index)

@@ -130,20 +130,22 @@ class Objective:
         weight: float,
     ) -> dict[str, Ratio]:
         """Accuracy by draft position over supervised slots; tau_est over blocks that are supervised throughout."""
-        one = losses.correct.new_tensor
         first = targets.first_draft
         counts, whole = targets.supervised[:, first:].sum(0), targets.supervised[:, first:].all(1)
         correct = grid.spread(losses.correct, fill=0.0)[:, first:]
         prefix = 1.0 + correct.cumprod(1).sum(1)
-        mask = torch.from_numpy(whole).to(prefix.device, prefix.dtype)
-        blocks, rows = one(float(targets.supervised.any(1).sum())), one(float(targets.supervised.sum()))
-        metrics = {"loss": (loss.detach(), one(weight)), "tau_est": ((prefix * mask).sum(), one(float(whole.sum())))}
+        device = prefix.device
+        mask = torch.from_numpy(whole).to(device, prefix.dtype, non_blocking=True)
+        known = [weight, whole.sum(), targets.supervised.sum(), targets.supervised.any(1).sum(), *counts]
+        # One copy for all denominators: each single number would be a blocking one.
+        below = torch.tensor([float(x) for x in known], dtype=losses.correct.dtype).to(device, non_blocking=True)
+        metrics = {"loss": (loss.detach(), below[0]), "tau_est": ((prefix * mask).sum(), below[1])}
         hits = correct.sum(0)
-        metrics |= {f"acc@{k + 1}": (hits[k], one(float(count))) for k, count in enumerate(counts)}
+        metrics |= {f"acc@{k + 1}": (hits[k], below[4 + k]) for k in range(len(counts))}
         if losses.entropy is not None:
-            metrics["target_entropy"] = (losses.entropy.sum(), rows)
+            metrics["target_entropy"] = (losses.entropy.sum(), below[2])
         if accepted is not None:
-            metrics["expected_prefix"] = (accepted.detach(), blocks)
+            metrics["expected_prefix"] = (accepted.detach(), below[3])
         return metrics
 
 

@@ -56,8 +56,8 @@ class RunReporter:
         self.profile = Profile(
             ours.run.profile_interval,
             producers=len(ours.layout.target_gpus) // ours.layout.target_tp,
-            consumers=len(ours.layout.drafter_gpus),
         )
+        self._waited_s = 0.0
         self.last: dict[str, Any] = {}
         self._started, self._first = time.monotonic(), first_step
         self._watch_ring()
@@ -65,6 +65,7 @@ class RunReporter:
     def step(self, step: int, facts: StepFacts) -> None:
         self.metrics.step(facts.seconds, facts.waited_s, facts.tokens, facts.skipped)
         self.metrics.gauge(lr=facts.lr, gnorm=facts.gnorm)
+        self._waited_s += facts.waited_s
         verdict = self._watch_ring()
         if verdict is not None:
             self.log.event(verdict.line())
@@ -101,8 +102,9 @@ class RunReporter:
         self.metrics.close()
 
     def _watch_ring(self) -> Verdict | None:
-        stats = self.ring.stats()
-        return self.profile.update(stats.producer_wait_s, stats.consumer_wait_s)
+        """Targets: seconds without room in the ring. Drafters: seconds that this one's training stood still for it (the
+        ring's own count also holds waits of the reading ahead, which cost nothing)."""
+        return self.profile.update(self.ring.stats().producer_wait_s, self._waited_s)
 
 
 class StartUp(threading.Thread):

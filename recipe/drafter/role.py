@@ -12,6 +12,7 @@ from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens
 from recipe.drafter.feed import Feed
+from recipe.drafter.identity import identity
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
@@ -20,22 +21,6 @@ from recipe.roles.engine import build_engine
 from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
-
-
-def identity(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint belongs to; a resume with other values is refused."""
-    ours = config.dflash
-    return {
-        "dflash.target.path": ours.target.path,
-        "dflash.target.target_layer_ids": list(ours.target.target_layer_ids or []),
-        "dflash.drafter.block_size": ours.drafter.block_size,
-        "dflash.drafter.mask_token_id": ours.drafter.mask_token_id,
-        "dflash.data.path": ours.data.path,
-        "dflash.data.token_budget": ours.data.token_budget,
-        "dflash.run.seed": ours.run.seed,
-        "dflash.ring.reuse": ours.ring.reuse,
-        "micro-batches of a step": config.global_micro_batches(),
-    }
 
 
 def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
@@ -47,18 +32,23 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     embedding, head = _frozen(scene)
     engine = _engine(scene)
     checkpoints = Checkpoints(
-        scene.run_path / "checkpoints", engine.module.config, identity(scene.config),
-        scene.config.dflash.run.keep, scene.role.is_leader,
-    )  # fmt: skip
+        scene.run_path / "checkpoints",
+        engine.module.config,
+        identity(scene.config, scene.rows.fingerprint, scene.role.nodes),
+        scene.config.dflash.run.keep,
+        scene.role.is_leader,
+    )
     if scene.resume:
         checkpoints.restore(engine, scene.first_step)
     feed = _feed(scene)
     scene.watchdog.progress("ready")
-    targets = scene.role.replicas * scene.role.tp
-    scene.store.wait_for(f"target-ready/{scene.role.node}", scene.role, targets, START_UP_S, scene.watchdog.tick)
+    targets = scene.role.nodes * scene.role.replicas * scene.role.tp
+    scene.store.wait_for("target-ready", scene.role, targets, START_UP_S, scene.watchdog.tick)
     if desk is not None:
         desk.fill()
-    scene.ring.wait_ready(gate_tokens(scene.config), float(scene.config.dflash.ring.timeout_s))
+    scene.ring.wait_ready(gate_tokens(scene.config), START_UP_S)
+    # No node's drafters sit in a collective while another node's still wait for their ring.
+    scene.store.arrive("filled", scene.role, scene.role.drafter_world, START_UP_S, scene.watchdog.tick)
     run = scene.config.dflash.run
     trainer = Trainer(
         engine,
@@ -66,13 +56,13 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         Objective(scene.config.dflash.objective, scene.config.dflash.drafter.block_size),
         embedding,
         head,
-        checkpoints,
+        None if scene.dry_run else checkpoints,
         desk.train(scene.first_step) if desk is not None else SilentReporter(),
         scale=scene.config.global_micro_batches(scene.role.nodes),
         log_every=run.log_every,
         save_every=run.save_every,
         max_skipped=run.max_skipped_steps,
-        moved=lambda step, steps: scene.watchdog.progress("training", step, steps, step),
+        moved=lambda phase, step, steps: scene.watchdog.progress(phase, step, steps, step),
     )
     try:
         trainer.run(scene.first_step)
@@ -81,6 +71,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
             desk.diverged(error.step, str(error))
         raise
     feed.close()
+    scene.watchdog.progress("exporting")
     if desk is not None:
         desk.finish(export)
 

@@ -50,7 +50,7 @@ class Trainer:
         engine: DeepSpeed engine around the drafter.
         embedding, head: the target's, frozen, [V, H] each.
         scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (deepspeed.md §3).
-        moved: called after every step, for the watchdog.
+        moved: called with (phase, step, steps) after every step and before a save, for the watchdog.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trainer:
         log_every: int,
         save_every: int,
         max_skipped: int,
-        moved: Callable[[int, int], None],
+        moved: Callable[[str, int, int], None],
     ) -> None:
         self.engine, self.feed, self.objective = engine, feed, objective
         self.embedding, self.head, self.checkpoints, self.reporter = embedding, head, checkpoints, reporter
@@ -75,6 +75,7 @@ class Trainer:
         self.moved = moved
         self.device = embedding.device
         self._window: dict[str, Tensor] = {}
+        self._step: dict[str, Tensor] = {}
         self._skipped_in_a_row = 0
 
     def run(self, first_step: int) -> None:
@@ -93,9 +94,10 @@ class Trainer:
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 self._flush(step + 1)
             if self.checkpoints is not None and ((step + 1) % self.save_every == 0 or step + 1 == steps):
+                self.moved("saving", step + 1, steps)
                 self.reporter.saving()
                 self.checkpoints.save(self.engine, step + 1)
-            self.moved(step + 1, steps)
+            self.moved("training", step + 1, steps)
 
     def _global_weight(self, step: int) -> tuple[float, int]:
         """Supervised weight and tokens of the whole step over all drafter ranks: one sum, one exact denominator."""
@@ -105,14 +107,19 @@ class Trainer:
         return max(weight, 1e-12), int(tokens)
 
     def _collect(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Add numerators and denominators of this micro-batch to the log window, without a device sync."""
+        """Add numerators and denominators of this micro-batch to the step's, without a device sync."""
         for name, pair in metrics.items():
             added = torch.stack([part.double() for part in pair])
-            self._window[name] = self._window[name] + added if name in self._window else added
+            self._step[name] = self._step[name] + added if name in self._step else added
 
     def _finish_step(self, step: int, started: float, waited_s: float, tokens: int) -> None:
         norm = gradient_norm(self.engine)
         skipped = math.isnan(norm)
+        for name, sums in self._step.items():
+            # A skipped step's sums are not finite; they would hide the good steps of the window.
+            sums = torch.zeros_like(sums) if skipped else sums
+            self._window[name] = self._window[name] + sums if name in self._window else sums
+        self._step.clear()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         facts = StepFacts(time.monotonic() - started, waited_s, tokens, norm, learning_rate(self.engine), skipped)
         self.reporter.step(step, facts)

@@ -27,8 +27,11 @@ class ControlStore:
         self.raw = store
 
     @classmethod
-    def connect(cls, role: Role, serve: bool, timeout_s: float = CONNECT_TIMEOUT_S) -> ControlStore:
+    def connect(cls, role: Role, run: str, serve: bool, timeout_s: float = CONNECT_TIMEOUT_S) -> ControlStore:
         """Join the store; ``serve`` is true exactly once, on rank 0's first connection.
+
+        ``run`` names the launch. All keys live below it: the ranks of a second launch on an occupied port reach the
+        first one's store, and must not be able to touch its flags.
 
         Raises:
             ConfigError: the port is in use, or rank 0 cannot be reached.
@@ -47,7 +50,7 @@ class ControlStore:
                     "end the other run, or give another port: deepspeed --master_port PORT",
                 ) from error
             raise RunError(f"{role.name}: the control store of rank 0 at {host}:{port} did not answer") from error
-        return cls(store)
+        return cls(dist.PrefixStore(run, store))
 
     def put(self, key: str, value: object) -> None:
         self.raw.set(key, json.dumps(value))

@@ -27,6 +27,8 @@ BEAT_S = 0.5
 GRACE_S = 3.0  # between the end of this rank's work and SIGKILL for siblings that do not obey the flag
 STOPPED_S = 10.0  # a sibling in state T (stopped) for this long is hung
 SILENCE_S = 60.0  # a rank without a heartbeat, or a store without an answer, for this long is hung
+SLOW_S = 1800.0  # the longest that a phase without steps may take
+STEADY = ("producing", "training")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Report = dict[str, Any]
@@ -46,7 +48,6 @@ class Watchdog:
         self._progress_at = self._answer_at = time.monotonic()
         self._flag: Report | None = None
         self._store_lost = False
-        self._over = False  # all ranks have passed the end barrier: exits are no deaths
         self._beats: dict[int, tuple[object, float]] = {}
         self._names: dict[int, str] = {}
         self._siblings: dict[int, tuple[int, int]] = {}
@@ -89,8 +90,7 @@ class Watchdog:
         self._end(self._raise_flag(blamed or self._report(self.role.rank, cause, code)))
 
     def finish(self) -> None:
-        """This rank has passed the end barrier: nobody's exit is a death any more."""
-        self._over = True
+        """This rank has passed the end barrier and watches no more; nobody leaves before all have said so."""
         self._finished.set()
         for thread in self._threads:
             thread.join(timeout=5.0)
@@ -109,7 +109,7 @@ class Watchdog:
             if report is None and caught is not None:
                 time.sleep(BEAT_S / 2)  # the kernel sends it when the launcher dies, a moment before that can be seen
                 report = self._look(now) or self._explain_signal(signal.Signals(caught.si_signo))
-            if report is not None and not self._finished.is_set() and not self._over:
+            if report is not None and not self._finished.is_set():
                 self._end(report if report is self._flag else self._raise_flag(report))
 
     def _forgive(self, gap: float) -> None:
@@ -128,7 +128,8 @@ class Watchdog:
             return self._report(self.role.rank, "the deepspeed runner above its launcher died")
         with self._lock:
             stuck_s, silent_s, phase = now - self._progress_at, now - self._answer_at, self._phase["phase"]
-        if stuck_s > self.hang_timeout_s:
+        # Loading, compiling and saving cannot say how they move.
+        if stuck_s > (self.hang_timeout_s if phase in STEADY else max(self.hang_timeout_s, SLOW_S)):
             return self._report(self.role.rank, f"no progress for {stuck_s:.0f} s in phase {phase!r}")
         if self._store_lost:
             return self._report(0, "the control store is lost: rank 0 or its node is gone")
@@ -175,10 +176,9 @@ class Watchdog:
         flag = self._store.peek("abort")
         if isinstance(flag, dict):
             self._flag = flag
-        self._over = self._over or self._store.peek("ended") is not None
         if not self._siblings:
             self._siblings = self._find_siblings()
-        if self.role.rank == 0 and not self._over:
+        if self.role.rank == 0:
             self._judge_beats()
 
     def _find_siblings(self) -> dict[int, tuple[int, int]]:
@@ -238,8 +238,8 @@ class Watchdog:
             for pid, ticks in self._siblings.values():
                 if process.is_stopped(pid):
                     process.end(pid, ticks)  # a stopped process can obey nothing else
-            print(f"\n[{self.role.name}] the run ends because of {report['role']}: {report['cause']}", file=sys.stderr)
-            sys.stderr.flush()
+            if self._speaks(report, code):
+                print(f"\nthe run ends because of {report['role']}: {report['cause']}", file=sys.stderr, flush=True)
             if self.run_dir is not None and str(report["cause"]).startswith("no "):
                 self._dump_stacks(self.run_dir)
             for callback in self.on_end:
@@ -247,6 +247,16 @@ class Watchdog:
             self._wait_for_siblings()
         finally:
             os._exit(code)
+
+    def _speaks(self, report: Report, code: int) -> bool:
+        """One line on the terminal of a node: of the rank to blame, or of the lowest that lives."""
+        if report["rank"] == self.role.rank or code == 2:
+            return report["rank"] == self.role.rank
+        blamed_here = self._siblings.get(int(report["rank"]))
+        if blamed_here is not None and process.start_ticks(blamed_here[0]) == blamed_here[1]:
+            return False
+        below = [sibling for rank, sibling in self._siblings.items() if rank < self.role.rank]
+        return not any(process.start_ticks(pid) == ticks for pid, ticks in below)
 
     def _dump_stacks(self, run_dir: Path) -> None:
         """A hang is explained by where every rank stands; py-spy may be forbidden, this is not."""

@@ -39,6 +39,7 @@ class Handoff:
         self, ring: Ring, device: torch.device, share: Sequence[int], on_error: Callable[[BaseException], None]
     ) -> None:
         self._ring, self._share, self._on_error = ring, list(share), on_error
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -66,6 +67,8 @@ class Handoff:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # per thread; a new one stands on GPU 0
             while (job := self._jobs.get()) is not None:
                 self._copy(job)
                 for _, write in job.writes:

@@ -30,7 +30,7 @@ class Producer:
     """One rank of one target replica.
 
     Args:
-        progress: called with (phase, batches done) after every batch.
+        progress: called with (batches done, tokens of the last one) after every batch.
         on_error: ends the run when the copy thread fails.
     """
 

@@ -38,7 +38,7 @@ def run_target(scene: Scene) -> None:
         watchdog.abort(f"hand-off: {type(error).__name__}: {error}")
 
     watchdog.progress("ready")
-    scene.store.check_in(f"target-ready/{role.node}")
+    scene.store.check_in("target-ready")
     producer = Producer(
         TapCapture(engine, scene.taps, scene.soft_labels),
         scene.ring,

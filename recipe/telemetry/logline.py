@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -112,6 +113,12 @@ class TrainLog:
             if not self._failed:
                 self._failed = True
                 print(f"warning: train.log cannot be written ({error.strerror})", file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        """An event that goes to the file alone, because the terminal has it already."""
+        stream, self._stream = self._stream, io.StringIO()
+        self.event(text)
+        self._stream = stream
 
     def event(self, text: str) -> None:
         """Anything else, with the time of day (UTC) in front."""

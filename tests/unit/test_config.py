@@ -172,7 +172,7 @@ def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
 
 def test_a_relative_path_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_config("ds_configs/demo.json").dflash.run.name == "demo"
+    assert load_config("ds_configs/demo.json").dflash.run.name == "demo-train"
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "demo.json").write_text('{"dflash": {"run": {"name": "nearer"}}}')
     assert load_config("ds_configs/demo.json").dflash.run.name == "nearer"

@@ -128,7 +128,7 @@ class TestResolve:
     def test_secrets_stay_out(self, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_API_KEY", "not-a-real-key")
         resolved = resolve(make(target, data, tmp_path), gpus=0)
-        assert resolved.dflash.telemetry.wandb.mode == "online"
+        assert resolved.dflash.telemetry.wandb.mode == "auto"
         assert "not-a-real-key" not in resolved.to_json()
 
     @pytest.mark.parametrize(("block", "gamma"), [(2, 4.0), (8, 4.0), (9, 5.0), (10, 5.0), (11, 7.0), (32, 7.0)])

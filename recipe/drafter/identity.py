@@ -1,0 +1,35 @@
+"""What a checkpoint belongs to. A resume under another identity would repeat or lose rows, or could not load at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipe.config import RunConfig
+
+
+def identity(config: RunConfig, rows: str, nodes: int) -> dict[str, Any]:
+    """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows."""
+    ours = config.dflash
+    drafter = ours.drafter
+    return {
+        "dflash.target.path": ours.target.path,
+        "dflash.target.revision": ours.target.revision,
+        "dflash.target.target_layer_ids": list(ours.target.target_layer_ids or []),
+        "dflash.drafter.block_size": drafter.block_size,
+        "dflash.drafter.mask_token_id": drafter.mask_token_id,
+        "dflash.drafter.num_layers": drafter.num_layers,
+        "dflash.drafter.num_attention_heads": drafter.num_attention_heads,
+        "dflash.drafter.num_key_value_heads": drafter.num_key_value_heads,
+        "dflash.drafter.head_dim": drafter.head_dim,
+        "dflash.drafter.intermediate_size": drafter.intermediate_size,
+        "dflash.drafter.sliding_window": drafter.sliding_window,
+        "the rows in dflash.data.path": rows,
+        "dflash.data.token_budget": ours.data.token_budget,
+        "dflash.data.max_batch_size": ours.data.max_batch_size,
+        "dflash.run.seed": ours.run.seed,
+        "dflash.ring.reuse": ours.ring.reuse,
+        "dflash.ring.min_ready": ours.ring.min_ready,
+        "number of nodes": nodes,
+        "number of drafter ranks on a node": len(ours.layout.drafter_gpus),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
