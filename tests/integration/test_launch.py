@@ -10,8 +10,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -151,3 +153,22 @@ def test_the_bare_launcher_refuses_with_one_message_and_leaves_nothing(workplace
     assert done.returncode == 2 and "Traceback" not in said
     assert said.count("error:") == 1 and "target_layer_ids" in said and "Fix:" in said
     assert not (workplace / "runs" / "refused").exists()
+
+
+def test_check_tries_one_step_and_writes_nothing(workplace: Path, clean_shm: None) -> None:
+    before = sorted(Path(tempfile.gettempdir()).glob("dflash-check-*"))
+    done = run(workplace, "tried", "--check")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "steps: 15" in done.stdout and "ring:" in done.stdout and "this config runs here" in done.stdout
+    assert not (workplace / "runs" / "tried").exists()
+    assert sorted(Path(tempfile.gettempdir()).glob("dflash-check-*")) == before
+
+
+def test_an_occupied_port_is_the_users_mistake_and_not_a_traceback(workplace: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run(workplace, "port", "--master-port", str(taken.getsockname()[1]))
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in said and "master_port" in said
+    assert not (workplace / "runs" / "port").exists()
