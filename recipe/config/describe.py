@@ -25,7 +25,9 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
     soft = ours.objective.soft_labels
     noise, ring = ours.objective.noise, ours.ring
     state = trainable * 12 / GIB / len(layout.drafter_gpus)
-    frozen = 2 * shape.vocab_size * hidden * 2 / GIB
+    frozen = (
+        (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * hidden * (2 if config.bf16.enabled else 4) / GIB
+    )
     lines = {
         "run": f"{ours.run.name} in {ours.run.output_dir}",
         "layout": f"{len(layout.target_gpus)} target ranks ({replicas} replica(s) x tp {layout.target_tp}) + "
@@ -37,12 +39,12 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
         f"{drafter.head_dim}, about {trainable / 1e6:.1f} M trainable parameters, block {drafter.block_size}, "
         f"mask id {drafter.mask_token_id}",
         "drafter state": f"about {state:.2f} GiB of masters and moments a rank, {frozen:.2f} GiB of frozen embedding "
-        "and head (in bf16)",
+        "and head",
         "objective": f"{ours.objective.loss}, soft labels {'on' if soft else 'off'}, gamma {ours.objective.gamma}, "
         f"noise {noise.type} {noise.start} -> {noise.end}",
         "step": f"{config.gradient_accumulation_steps} micro-batches of {ours.data.token_budget} tokens and "
         f"{drafter.max_anchors} anchors a rank",
-        "ring": f"min_ready {ring.min_ready}, max_depth {ring.max_depth}, reuse {ring.reuse}: {size.n_pages} pages of "
-        f"{size.page_tokens} tokens, {size.bytes / GIB:.2f} GiB of /dev/shm a node",
+        "ring": f"min_ready {ring.min_ready}, max_depth {ring.max_depth}, reuse {ring.reuse}, pages of {size.page_tokens} "
+        f"tokens: about {size.bytes / GIB:.2f} GiB of /dev/shm a node",
     }
     return "\n".join([f"  {name + ':':15s}{value}" for name, value in lines.items()] + [f"  {note}" for note in notes])
