@@ -44,7 +44,7 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
         f"noise {noise.type} {noise.start} -> {noise.end}",
         "step": f"{config.gradient_accumulation_steps} micro-batches of {ours.data.token_budget} tokens and "
         f"{drafter.max_anchors} anchors a rank",
-        "ring": f"min_ready {ring.min_ready}, max_depth {ring.max_depth}, reuse {ring.reuse}, pages of {size.page_tokens} "
-        f"tokens: about {size.bytes / GIB:.2f} GiB of /dev/shm a node",
+        "ring": f"min_ready {ring.min_ready}, max_depth {ring.max_depth}, reuse {ring.reuse}, "
+        f"pages of {size.page_tokens} tokens: about {size.bytes / GIB:.2f} GiB of /dev/shm a node",
     }
     return "\n".join([f"  {name + ':':15s}{value}" for name, value in lines.items()] + [f"  {note}" for note in notes])
