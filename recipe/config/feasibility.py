@@ -33,17 +33,15 @@ class Sizes:
     total_steps: int
     warmup_steps: int
     peak_pages: int
-    waived: str | None = None
 
     def lines(self) -> list[str]:
         """The same for a person to read."""
         share = 100 * self.supervised / self.tokens
-        lines = [
+        return [
             f"data: {self.rows} rows, {self.tokens} tokens, {self.supervised} of them supervised ({share:.0f} %)",
             f"steps: {self.total_steps}, the first {self.warmup_steps} with a rising learning rate",
             f"ring: {self.ring.n_pages} pages, {self.ring.bytes / 2**30:.2f} GiB; at most {self.peak_pages} in use",
         ]
-        return lines + ([self.waived] if self.waived else [])
 
 
 def visible_gpus() -> int:
@@ -79,6 +77,7 @@ def check_data(config: RunConfig, shape: TargetShape, nodes: int) -> Sizes:
     supervised = int(rows.supervised.sum(dtype="int64"))
     _check_rows(config, shape, rows, supervised)
     schedule = _schedule(config, rows, nodes)
+    _refuse_unreachable(config, schedule)
     size = ring_size(config, shape, rows.lengths.tolist())
     peak = schedule.peak_pages(size.page_tokens)
     if peak > size.n_pages:
@@ -91,7 +90,6 @@ def check_data(config: RunConfig, shape: TargetShape, nodes: int) -> Sizes:
         total_steps=schedule.total_steps,
         warmup_steps=config.warmup_steps(schedule.total_steps),
         peak_pages=peak,
-        waived=_waived(config, schedule),
     )
 
 
@@ -125,13 +123,17 @@ def _schedule(config: RunConfig, rows: Rows, nodes: int) -> Schedule:
     return schedule
 
 
-def _waived(config: RunConfig, schedule: Schedule) -> str | None:
-    """min_ready waits for batches that an epoch may not have; then it is waived, and the user is told."""
+def _refuse_unreachable(config: RunConfig, schedule: Schedule) -> None:
+    """The drafters would wait for batches that an epoch does not have."""
     fewest = min(len(schedule.batches(0, node)) for node in range(schedule.nodes))
     wanted = config.dflash.ring.min_ready
-    if fewest >= wanted:
-        return None
-    return f"ring: min_ready = {wanted}, but an epoch has {fewest} batches: training starts when all of them are in"
+    if wanted > fewest:
+        rule = (
+            f"can never be reached: an epoch has {fewest} batches of token_budget = {config.dflash.data.token_budget}"
+        )
+        raise ConfigError(
+            "dflash.ring.min_ready", wanted, rule, f"use {fewest} or less, more data, or a smaller token_budget"
+        )
 
 
 def _refuse_peak(config: RunConfig, needed: int, size: RingSize) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,9 +244,13 @@ class TestFeasibility:
         )
         assert check(resolved)  # the fix that the message gives is a fix
 
-    def test_min_ready_beyond_the_epoch_is_waived_and_said(self, target: Path, tmp_path: Path) -> None:
-        config = make(target, write_rows(tmp_path / "d", [20] * 8), tmp_path, "dflash.ring.min_ready=5")
-        assert any("min_ready = 5" in note for note in check(resolve(config, gpus=0)))
+    def test_min_ready_beyond_the_epoch_is_refused_and_the_fix_works(self, target: Path, tmp_path: Path) -> None:
+        rows = write_rows(tmp_path / "d", [20] * 8)
+        error = error_of(make(target, rows, tmp_path, "dflash.ring.min_ready=5"))
+        assert error.field == "dflash.ring.min_ready" and "never be reached" in str(error)
+        most = re.search(r"use (\d+) or less", str(error))
+        assert most is not None
+        assert check(resolve(make(target, rows, tmp_path, f"dflash.ring.min_ready={most.group(1)}"), gpus=0))
 
     def test_fewer_batches_than_nodes(self, target: Path, tmp_path: Path) -> None:
         error = error_of(make(target, write_rows(tmp_path / "d", [20] * 3), tmp_path), nodes=5)
