@@ -65,6 +65,8 @@ def write_folder(out_dir: Path, config: Mapping[str, Any], tensors: Tensors, ver
         staging.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # safetensors writes 0600; a server under another account must be able to read what its folder lets it read.
+        (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode & 0o777)
         verify(staging)
         if out_dir.exists():
             if not (out_dir / CONFIG).is_file() and any(out_dir.iterdir()):

@@ -69,6 +69,9 @@ class RunReporter:
         verdict = self._watch_ring()
         if verdict is not None:
             self.log.event(verdict.line())
+        self._note_status(step)
+
+    def _note_status(self, step: int) -> None:
         seconds = (time.monotonic() - self._started) / max(step - self._first, 1)
         side = self.profile.latest.waiting_side if self.profile.latest else None
         self.status.training(
@@ -86,6 +89,7 @@ class RunReporter:
             epoch=self.epoch_of(step - 1),
         )
         self.log.line(format_line(self.last))
+        self._note_status(step)
         self.log_metrics(self.last)
 
     def event(self, text: str) -> None:
