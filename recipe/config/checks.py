@@ -14,6 +14,7 @@ from recipe.config.load import ConfigErrors
 from recipe.config.special_tokens import SpecialTokens
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
+from recipe.weights import Checkpoint
 
 
 def check(
@@ -41,7 +42,9 @@ def check(
         return ["not checked: data, GPUs, memory and run folder (--no-model)"]
     if resume is not None:
         check_run_folder(config, resume)
-    model_folder(target.path, target.revision)
+    folder = model_folder(target.path, target.revision)
+    if any(folder.glob("*.safetensors*")):  # without any, the ranks say so; a damaged one is named here
+        Checkpoint(folder).close()
     sizes = check_data(config, shape, nodes)
     check_machine(config, sizes.ring)
     return sizes.lines()

@@ -13,7 +13,7 @@ from recipe.errors import ConfigError, nearest
 
 #: Reasons that a bare range or type would not tell.
 REASONS = {
-    "zero_optimization.stage": "stages 0, 1 and 2 are supported; stage 3 cuts the weights themselves: a few layers "
+    "zero_optimization.stage": "stages 1 and 2 are supported; stage 3 cuts the weights themselves: a few layers "
     "beside a frozen embedding and head do not need it, and export could not read them whole",
     "fp16.enabled": "fp16 would need loss scaling, which the exact loss normalisation excludes",
     "train_micro_batch_size_per_gpu": "must be 1: one packed row is one DeepSpeed sample",

@@ -31,7 +31,7 @@ def folder_name(step: int) -> str:
 
 def steps_of(checkpoints: Path) -> list[int]:
     """Steps of the complete checkpoints, oldest first."""
-    found = (path for path in checkpoints.glob("step_*") if (path / "state.json").is_file())
+    found = (path for path in checkpoints.glob("step_[0-9]*") if (path / "state.json").is_file())
     return sorted(int(path.name.removeprefix("step_")) for path in found)
 
 
@@ -77,14 +77,21 @@ def find_resume(folder: Path, identity: Mapping[str, Any]) -> int:
         raise ConfigError(
             "--resume", str(folder), "there is no complete checkpoint to resume", "start without --resume"
         )
-    state = json.loads((folder / folder_name(steps[-1]) / "state.json").read_text())
+    file = folder / folder_name(steps[-1]) / "state.json"
+    try:
+        state = json.loads(file.read_text())
+        step, known = int(state["step"]), dict(state["identity"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"{file} is damaged ({type(error).__name__})"
+        fix = f"remove {file.parent} to resume from the checkpoint before it"
+        raise ConfigError("--resume", str(folder), rule, fix) from error
     for key, value in identity.items():
-        saved = state["identity"].get(key)
+        saved = known.get(key)
         if saved != value:
             raise ConfigError(
                 key, value, f"the checkpoint to resume was made with {saved!r}", "use that value, or start a new run"
             )
-    return int(state["step"])
+    return step
 
 
 def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterConfig, dict[str, torch.Tensor], int]:
