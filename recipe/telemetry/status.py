@@ -142,7 +142,9 @@ _Trouble = tuple[State, str] | None
 
 
 def _all_processes(fields: Mapping[str, Any], process: ProcessId) -> list[ProcessId]:
-    return [*(ProcessId.from_dict(each) for each in fields.get("processes", ())), process]
+    """Each once: asked twice, a process could be stopped in between and be named without its rank."""
+    listed = [ProcessId.from_dict(each) for each in fields.get("processes", ())]
+    return listed if any(each.pid == process.pid for each in listed) else [*listed, process]
 
 
 def _gone(fields: Mapping[str, Any], process: ProcessId, status: Status) -> _Trouble:
