@@ -21,8 +21,12 @@ class Section(BaseModel):
 class Run(Section):
     name: str = Field("dflash", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under output_dir")
     output_dir: str = Field("runs", min_length=1, description="where run folders are made")
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(42, description="seed of order, anchors, noise and initial weights")
-    epochs: Annotated[int, Field(ge=1, le=100_000)] = Field(6, description="passes of the target over the data; each is delivered ring.reuse times")
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        42, description="seed of order, anchors, noise and initial weights"
+    )
+    epochs: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        6, description="passes of the target over the data; each is delivered ring.reuse times"
+    )
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps; null: all epochs")
     warmup_ratio: Fraction = Field(0.04, description="share of the steps in which the learning rate rises")
     log_every: Positive = Field(10, description="optimizer steps between log lines")
@@ -68,7 +72,9 @@ class Ring(Section):
     min_ready: Positive = Field(30, description="batches of token_budget that must be ready before drafters start")
     max_depth: Positive = Field(90, description="batches of token_budget that the ring may hold")
     max_bytes: Positive | None = Field(None, description="upper bound of the ring's bytes; null: max_depth alone")
-    reuse: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="how often each entry is delivered, with fresh anchors and noise")
+    reuse: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="how often each entry is delivered, with fresh anchors and noise"
+    )
     timeout_s: Positive = Field(600, description="longest wait on the other side before the run is ended")
     page_tokens: Positive | None = Field(None, description="tokens of one ring page; null: derived from max_seq_len")
 
