@@ -13,7 +13,7 @@ from recipe.config.deepspeed_keys import RunConfig
 from recipe.config.feasibility import DTYPE_BYTES, visible_gpus
 from recipe.config.paths import locate
 from recipe.config.special_tokens import SpecialTokens
-from recipe.drafter.config import head_geometry
+from recipe.drafter.config import default_gamma, head_geometry
 from recipe.errors import ConfigError
 from recipe.ring.sizing import derive_page_tokens
 from recipe.shapes import TargetShape, default_target_layer_ids
@@ -75,13 +75,6 @@ def _resolve_shape(config: RunConfig, ours: dict[str, Any], shape: TargetShape) 
     if config.dflash.ring.page_tokens is None:
         row_bytes = shape.hidden_size * DTYPE_BYTES[target.dtype]
         ours["ring"]["page_tokens"] = derive_page_tokens(row_bytes, config.dflash.data.max_seq_len)
-
-
-def default_gamma(block_size: int) -> float:
-    """Decay length of the loss by position in the block, as the published drafters use it: 4, 5 or 7 tokens."""
-    if block_size <= 8:
-        return 4.0
-    return 5.0 if block_size <= 10 else 7.0
 
 
 def _mask_token(path: str, revision: str | None) -> int:

@@ -18,6 +18,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ARCHITECTURE = "DFlashDraftModel"
 
 
+def default_gamma(block_size: int) -> float:
+    """Decay length by block size: 4 up to 8, 5 up to 10, 7 above."""
+    return 4.0 if block_size <= 8 else 5.0 if block_size <= 10 else 7.0
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """Shape and conventions of one drafter. Every field is explicit: nothing is inherited from the target at run time.

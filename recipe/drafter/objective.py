@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recipe.config.schema import Objective as ObjectiveSection
 from recipe.drafter.batch import HostLayout, MicroBatch
+from recipe.drafter.config import default_gamma
 from recipe.drafter.loss import RowLosses, row_losses
 from recipe.drafter.variant import DFLASH, BlockTargets, Variant
 
@@ -38,11 +39,6 @@ class LossSums:
 
     loss_sum: Tensor
     metrics: dict[str, Ratio]
-
-
-def default_gamma(block_size: int) -> float:
-    """Decay length by block size: 4 up to 8, 5 up to 10, 7 above."""
-    return 4.0 if block_size <= 8 else 5.0 if block_size <= 10 else 7.0
 
 
 class Objective:
