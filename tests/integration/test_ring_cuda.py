@@ -1,4 +1,4 @@
-"""The ring's pages as pinned memory of a GPU."""
+"""The ring's pages as pinned memory of a GPU, and the hand-off into them under stress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from benchmarks.bench_handoff import VARIANTS, Consumers, default_setting, stress
 from recipe.ring import Ring, RingSpec, ring_path
 
 
@@ -49,3 +50,15 @@ def test_registered_pages_copy_at_the_rate_of_pinned_memory_and_bit_for_bit() ->
     ring.cuda_unregister()
     assert not ring.pages.is_pinned()
     ring.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_handed_off_taps_arrive_bit_for_bit_and_every_left_out_rule_shows() -> None:
+    """Poisoned blocks, allocator storms, ragged sizes (benchmarks/bench_handoff.py): only the unsafe variants fail."""
+    consumers = Consumers(threads=False)
+    found = {name: stress(name, default_setting("cuda", 300), consumers) for name in VARIANTS}
+    consumers.close()
+    assert found["safe"]["wrong"] == 0 and found["safe"]["entries"] == 300, found["safe"]["first"]
+    assert all(result["wrong"] > 0 for name, result in found.items() if name != "safe"), found
+    assert all(result["pages_back"] for result in found.values())
