@@ -68,7 +68,7 @@ class Launch:
         limit_threads(self.role, self.config)
         agreed = self._agree()
         self.config = load_config_text(agreed["config"], source="the resolved config")
-        device = pick_device(self.role, self.config.dflash.layout.device)
+        device = pick_device(self.role, self.config.dflash.layout.device, self.config.dflash.layout.share_gpus)
         rows = Rows.open(self.config.dflash.data.path)
         schedule = Schedule.of(self.config, rows.lengths, self.role.nodes)
         shape = TargetShape.resolve(self.config.dflash.target.path, self.config.dflash.target.revision)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipe.config.deepspeed_keys import RunConfig
+from recipe.config.schema import Layout
 from recipe.errors import ConfigError
 from recipe.ring.sizing import RingSize, available_shm, check_fits, plan_ring
 from recipe.shapes import TargetShape
@@ -152,16 +153,31 @@ def check_machine(config: RunConfig, size: RingSize) -> None:
     layout = config.dflash.layout
     ranks = len(layout.target_gpus) + len(layout.drafter_gpus)
     gpus = visible_gpus() if layout.device == "cuda" else 0
-    if layout.device == "cuda" and gpus < ranks:
+    if layout.device == "cuda" and layout.share_gpus and gpus:
+        _check_shared(layout, gpus)
+    elif layout.device == "cuda" and gpus < ranks:
         rule = (
             f"{len(layout.target_gpus)} target + {len(layout.drafter_gpus)} drafter GPUs, but {gpus} are visible here"
         )
-        fix = 'change the two lists, look at CUDA_VISIBLE_DEVICES, or set dflash.layout.device to "cpu" for a trial'
+        fix = "change the two lists, look at CUDA_VISIBLE_DEVICES, or set dflash.layout.share_gpus to true"
         raise ConfigError("dflash.layout", ranks, rule, fix)
     check_fits(size, available_shm())
     resolve_mode(config.dflash.telemetry.wandb.mode)
     if layout.device == "cuda":
         load_nvml(config.dflash.telemetry.gpu)
+
+
+def _check_shared(layout: Layout, gpus: int) -> None:
+    """Ranks that talk through NCCL need a GPU each: those of one target replica, and the drafters."""
+    targets, tp = layout.target_gpus, layout.target_tp
+    worlds = [targets[start : start + tp] for start in range(0, len(targets), tp)] + [layout.drafter_gpus]
+    for ranks in worlds:
+        if len({rank % gpus for rank in ranks}) < len(ranks):
+            rule = f"ranks {ranks} work together and would share a GPU: rank r uses GPU r mod {gpus}"
+            raise ConfigError("dflash.layout.share_gpus", True, rule, "use fewer ranks on that side")
+    if max(targets) >= gpus:
+        rule = f"DeepSpeed inference takes GPU {max(targets)} for rank {max(targets)}, and {gpus} are visible here"
+        raise ConfigError("dflash.layout.target_gpus", targets, rule, "give the targets the first numbers")
 
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:

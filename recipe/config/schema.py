@@ -56,6 +56,10 @@ class Layout(Section):
         [5, 6, 7], description="local ranks that train the drafter"
     )
     target_tp: Positive = Field(5, description="tensor-parallel degree of one target replica; divides the target GPUs")
+    share_gpus: bool = Field(
+        False,
+        description="for fewer GPUs than ranks: rank r uses GPU r mod GPUs, so a target and a drafter can share one",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there are GPUs")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
     """Wrap ``module`` (trainable parameters only) in a ZeRO engine over the drafter world."""
     import deepspeed
 
+    device = next(module.parameters()).device
+    # Otherwise DeepSpeed takes GPU LOCAL_RANK, which is not this rank's when ranks share GPUs.
+    args = SimpleNamespace(device_rank=device.index) if device.type == "cuda" else None
     engine, _, _, _ = deepspeed.initialize(
-        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+        args=args, model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
     )
     return engine
 

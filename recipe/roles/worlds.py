@@ -19,22 +19,24 @@ from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 
 
-def pick_device(role: Role, wanted: str) -> torch.device:
-    """The device of this rank: LOCAL_RANK's GPU, or the CPU. Sets it as the current CUDA device.
+def pick_device(role: Role, wanted: str, share: bool = False) -> torch.device:
+    """The device of this rank: LOCAL_RANK's GPU (with ``share``: modulo the GPUs visible), or the CPU. Sets it as the
+    current CUDA device.
 
     Raises:
         ConfigError: ``cuda`` asked for on a machine whose visible GPUs do not include LOCAL_RANK.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if role.local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if role.local_rank >= count and not share:
         raise ConfigError(
             "dflash.layout",
             f"GPU {role.local_rank}",
-            f"only {torch.cuda.device_count()} GPUs are visible on node {role.node}",
-            "name GPUs that exist, or set dflash.layout.device to 'cpu'",
+            f"only {count} GPUs are visible on node {role.node}",
+            "name GPUs that exist, set dflash.layout.share_gpus to true, or dflash.layout.device to 'cpu'",
         )
-    device = torch.device("cuda", role.local_rank)
+    device = torch.device("cuda", role.local_rank % count)
     torch.cuda.set_device(device)
     return device
 

@@ -1,0 +1,239 @@
+"""How good a drafter becomes on a real small model, in the setting of the stored yardstick, through the real pipeline.
+
+Target: SmolLM2-135M-Instruct (`./run.sh fetch-smollm2`). Data: its own greedy answers to the GSM8K training questions
+(JSONL with ``prompt``, rendered, and ``answer``; 7,473 rows), 256 of them held out. One optimizer step: one micro-batch
+of about 64 sequences x 48 anchors, block 16, 5 layers, AdamW, cosine, 600 steps. Every run is a real launch: one target
+rank, the ring, one drafter rank under ZeRO-2.
+
+    python benchmarks/quality_smollm2.py rows ANSWERS.jsonl.gz       answers -> data/quality-rows (CPU)
+    python benchmarks/quality_smollm2.py train NAME [NAME ...]       runs of RUNS below, several at once (2 GPUs)
+    python benchmarks/quality_smollm2.py measure [NAME ...]          held-out tau_est of finished runs -> results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET, ROWS = Path("data/smollm2-135m-instruct"), Path("data/quality-rows")
+BLOCK, HELD_OUT, ANCHORS_PER_ROW = 16, 256, 48
+SEQUENCES, MEAN_TOKENS = 64, 280  # of a step, and of a row (278 and half a row that does not fit)
+HARD = {"soft_labels": False}
+DPACE = {"loss": "dpace", **HARD}
+
+# Each run: overrides of the base, as dotted keys. What is not named is the yardstick's setting.
+RUNS: dict[str, dict[str, Any]] = {
+    "ce": {"objective": HARD},
+    "ce-reuse4": {"objective": HARD, "ring.reuse": 4},
+    "dpace": {"objective": DPACE},
+    "dpace-reuse2": {"objective": DPACE, "ring.reuse": 2},
+    "dpace-reuse4": {"objective": DPACE, "ring.reuse": 4},
+    "soft": {"objective": {"soft_labels": True}},
+    "soft-half": {"objective": {"soft_labels": True, "soft_weight": 0.5}},
+    "soft-dpace": {"objective": {"loss": "dpace", "soft_labels": True}},
+    "dpace-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}},
+    "dpace-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}},
+    "dpace-alpha7": {"objective": {**DPACE, "dpace_alpha": 0.7}},
+    "dpace-lr12": {"objective": DPACE, "lr": 1.2e-3},
+    "dpace-lr24": {"objective": DPACE, "lr": 2.4e-3},
+    "dpace-anchors96": {"objective": DPACE, "anchors": 96},
+    "dpace-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}},
+    "ce-gamma4": {"objective": {**HARD, "gamma": 4.0}},
+    "ce-gamma10": {"objective": {**HARD, "gamma": 10.0}},
+}
+
+
+def rows(answers: Path) -> None:
+    """Tokenise prompt and answer apart (the answer is what the target generated) and let `prepare` make the rows."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
+    tokens = ROWS.parent / "quality-tokens.jsonl"
+    with gzip.open(answers, "rt") as source, tokens.open("w") as out:
+        for line in source:
+            row = json.loads(line)
+            prompt, answer = (
+                tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "answer")
+            )
+            mask = [0] * len(prompt) + [1] * len(answer)
+            out.write(json.dumps({"input_ids": prompt + answer, "loss_mask": mask}) + "\n")
+    command = [sys.executable, "-m", "recipe", "prepare", "--input", tokens, "--tokenizer", TARGET, "--output", ROWS]
+    subprocess.run([*map(str, command), "--max-seq-len", "512", "--holdout", str(HELD_OUT)], check=True, cwd=ROOT)
+
+
+def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
+    """The DeepSpeed JSON of one run. ``swap`` exchanges the two GPUs, so that runs beside each other share them."""
+    changes = dict(RUNS[name])
+    anchors = changes.pop("anchors", ANCHORS_PER_ROW)
+    lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
+    reuse = changes.get("ring.reuse", 1)
+    sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": not cpu},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": [0.9, 0.95]}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
+        "dflash": {
+            "run": {
+                "name": name, "output_dir": "runs/quality", "seed": 1, "epochs": 50, "max_steps": steps,
+                "warmup_ratio": 0.04, "log_every": 20, "save_every": 10_000, "keep": 1,
+            },
+            "data": {
+                "path": str(ROWS), "token_budget": sequences * MEAN_TOKENS, "max_seq_len": 512,
+                "max_batch_size": 2 * sequences,
+            },
+            "layout": {"target_gpus": [int(swap)], "drafter_gpus": [int(not swap)], "target_tp": 1},
+            "target": {"path": str(TARGET), "dtype": "float32" if cpu else "bfloat16"},
+            "ring": {"min_ready": 12 if reuse > 1 else 4, "max_depth": 40, "reuse": reuse, "timeout_s": 300},
+            "drafter": {
+                "num_layers": 1 if cpu else 5, "block_size": BLOCK, "max_anchors": sequences * anchors,
+                "mask_token_id": 49151,
+            },
+            "objective": {"noise": {"type": "none", "start": 0.0, "end": 0.0}},
+            "telemetry": {"wandb": {"mode": "disabled"}, "gpu": False},
+        },
+    }  # fmt: skip
+    config["dflash"]["objective"] |= changes.pop("objective")
+    for key, value in changes.items():
+        section, field = key.split(".")
+        config["dflash"][section][field] = value
+    return config
+
+
+def train(names: list[str], steps: int, at_once: int, cpu: bool) -> None:
+    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs."""
+    folder = Path("runs/quality-configs")
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running = deque(enumerate(names)), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            index, name = waiting.popleft()
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(run_config(name, bool(index % 2), steps, cpu), indent=1))
+            with (folder / f"{name}.log").open("w") as log:
+                command = [sys.executable, "-m", "recipe", "train", str(path), "--replace"]
+                running.append((name, time.time(), subprocess.Popen(command, stdout=log, stderr=log)))
+        time.sleep(0.5)
+        for entry in [e for e in running if e[2].poll() is not None]:
+            running.remove(entry)
+            name, began, process = entry
+            tail = (folder / f"{name}.log").read_text().strip().splitlines()[-1:]
+            print(
+                f"{name}: exit {process.returncode} after {time.time() - began:.0f} s  {''.join(tail)[:150]}",
+                flush=True,
+            )
+
+
+def held_out_batches(capture: Any, device: torch.device, dtype: torch.dtype, size: int) -> list[Any]:
+    """Micro-batches of the held-out rows whose blocks lie wholly inside the answer, at most 48 a row, evenly spread."""
+    from recipe.data.rows import Rows
+    from recipe.drafter.batch import assemble
+
+    held_out, batches = Rows.open(ROWS, split="heldout"), []
+    for start in range(0, len(held_out), size):
+        chosen = [held_out[i] for i in range(start, min(start + size, len(held_out)))]
+        anchors, taps = [], []
+        for ids, mask in chosen:
+            whole = np.lib.stride_tricks.sliding_window_view(mask, BLOCK).all(1) if len(mask) >= BLOCK else np.zeros(0)
+            places = np.flatnonzero(whole)
+            take = np.linspace(0, len(places) - 1, min(len(places), ANCHORS_PER_ROW)).round().astype(int)
+            anchors.append(places[np.unique(take)] if len(places) else places)
+            taps.append([t[0] for t in capture.capture(torch.as_tensor(ids, device=device)[None])])
+        joined = [torch.cat([row[k] for row in taps]).to(dtype) for k in range(len(taps[0]))]
+        ids, masks = (np.concatenate([np.asarray(row[k]) for row in chosen]) for k in (0, 1))
+        batches.append(assemble(ids, masks, [len(row[0]) for row in chosen], anchors, joined))
+    return batches
+
+
+@torch.no_grad()
+def measure(names: list[str], cpu: bool) -> dict[str, Any]:
+    """Teacher-forced tau_est of each finished run on the held-out answers, with accept rates by position."""
+    from transformers import AutoModelForCausalLM
+
+    from recipe.config.schema import Objective as Section
+    from recipe.drafter.model import DFlashDrafter
+    from recipe.drafter.objective import Objective
+    from recipe.export_layout import load_export
+    from recipe.target.capture import TapCapture
+
+    device, dtype = (torch.device("cpu"), torch.float32) if cpu else (torch.device("cuda"), torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device).eval()
+    table, batches, last_taps = {}, [], None
+    for name in names:
+        exports = sorted(Path("runs/quality", name, "export").glob("step_*"))
+        if not exports:
+            print(f"{name}: no export")
+            continue
+        config, tensors = load_export(exports[-1])
+        drafter = DFlashDrafter(config)
+        drafter.load_state_dict({k: v for k, v in tensors.items() if k in drafter.state_dict()})
+        drafter = drafter.to(device, dtype).eval()
+        if config.target_layer_ids != last_taps:
+            last_taps = config.target_layer_ids
+            capture = TapCapture(target, last_taps)
+            batches = held_out_batches(capture, device, dtype, 2 if cpu else 64)[: 2 if cpu else None]
+            capture.close()
+        objective, sums = Objective(Section(loss="dflash", soft_labels=False, gamma=7.0), BLOCK), {}
+        prefix, blocks = np.zeros(BLOCK - 1), 0.0
+        embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+        for batch in batches:
+            hidden = drafter(batch, embedding)
+            for key, (above, below) in objective.sums(hidden, batch, head).metrics.items():
+                got = sums.setdefault(key, [0.0, 0.0])
+                got[0] += float(above)
+                got[1] += float(below)
+            shape = (len(batch.host.keep), BLOCK, -1)
+            guess = (hidden.view(shape)[:, 1:] @ head.T).argmax(-1)
+            truth = batch.input_ids[batch.anchors[:, None] + torch.arange(1, BLOCK, device=device)]
+            accepted = (guess == truth).cumprod(1)[batch.keep]
+            prefix += accepted.sum(0).cpu().numpy()
+            blocks += float(len(accepted))
+        table[name] = {
+            "tau_est": round(sums["tau_est"][0] / sums["tau_est"][1], 4),
+            "accept": [round(float(p / blocks), 3) for p in prefix[:4]],
+            "blocks": int(blocks),
+            "loss": round(sums["loss"][0] / sums["loss"][1], 4),
+        }
+        print(f"{name:20s} {json.dumps(table[name])}", flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["rows", "train", "measure"])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal: one layer, two sequences a step, float32")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.action == "rows":
+        return rows(Path(args.names[0]))
+    if args.action == "train":
+        return train(args.names or list(RUNS), args.steps, args.at_once, args.cpu)
+    table = measure(args.names or list(RUNS), args.cpu)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()
