@@ -1,8 +1,8 @@
 """Token ids and the exact loss mask of one sample, for any chat template, by construction.
 
-Supervised is what the target itself would generate when it is served: the template renders the messages before an
-answer with its generation prompt (P), then with the answer (F). F continues P; what it adds, up to and including the
-end-of-turn token, was generated. Nothing is searched for in the text, so what users write cannot become supervised.
+Supervised is what the target itself would generate when it is served, up to and including its end-of-turn token: each
+answer's prompt and generated text come from `turn`, here they become tokens. No text is searched for in the result, so
+what users write cannot become supervised.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import numpy as np
 from recipe.data.conversation import Chat, Pair, Sample, Text, Tokens
 from recipe.data.report import Drop
 from recipe.data.tokenizer import special_strings, stop_ids
-
-_PROBE = "zqanswerqz"
-_SWITCHES = ("enable_thinking", "thinking")
+from recipe.data.turn import Turn, TurnRenderer, encodable
 
 
 @dataclass
@@ -39,30 +37,19 @@ class Masked:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """An answer as it is served: ``prompt`` + ``answer`` opens ``full``, the rendering that ends with this turn."""
-
-    prompt: str
-    answer: str
-    full: str
-
-
 class ChatMask:
     """Masks samples for one tokenizer. ``model_path``: where a generation_config.json may name further stop tokens."""
 
     def __init__(self, tokenizer: Any, model_path: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        self.template = _default_template(tokenizer)
         self.vocabulary = len(tokenizer)
         special = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._added = set(tokenizer.added_tokens_decoder)
-        self._switches = [name for name in _SWITCHES if re.search(rf"\b{name}\b", self.template)]
-        self._suffix, self._ending = self._end_of_turn()
+        self.turns = TurnRenderer(tokenizer, self._special)
         self.stops = stop_ids(tokenizer, model_path)
-        if self._ending and self._special and (found := self._special.search(self._ending)):
+        if self._special and (found := self._special.search(self.turns.ending)):
             self.stops.add(tokenizer.convert_tokens_to_ids(found.group()))
 
     def mask(self, sample: Sample, max_seq_len: int) -> Masked:
@@ -88,13 +75,13 @@ class ChatMask:
     # ---- chats
 
     def _chat(self, chat: Chat) -> Masked:
-        if not self.template:
+        if not self.turns.template:
             raise Drop("no_chat_template")
         out, turns = Masked(), []
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 try:
-                    turns.append(self._turn(chat, index, out.notes))
+                    turns.append(self.turns.turn(chat, index, out.notes))
                 except Drop as drop:
                     out.turns.append(drop)
         while turns:  # from the last turn back: one sequence covers every earlier turn that it shows as served
@@ -107,59 +94,9 @@ class ChatMask:
             out.notes["conversations split into one sequence per served turn"] += 1
         return out
 
-    def _turn(self, chat: Chat, index: int, notes: Counter[str]) -> _Turn:
-        messages = chat.messages[: index + 1]
-        full = self._render(messages, chat.tools)
-        prompts = {self._render(messages[:-1], chat.tools, **extra) for extra in self._prompt_arguments()}
-        fitting = [p for p in prompts if full.startswith(p)]
-        if not fitting:
-            raise Drop("template_contradicts_prompt", f"turn {index}")
-        # The longest: with thinking off, a prompt supplies the empty think tags that an answer without thought shows.
-        prompt = max(fitting, key=len)
-        answer = self._generated(full[len(prompt) :])
-        thought = messages[-1].get("reasoning_content")
-        if thought and thought.strip() not in full:
-            notes["reasoning that the template does not render"] += 1
-        if messages[-1].get("truncated"):
-            answer = answer.removesuffix(self._ending)
-        if not answer:
-            raise Drop("template_contradicts_prompt", f"turn {index}: the template renders nothing for it")
-        return _Turn(prompt, answer, full)
-
-    def _prompt_arguments(self) -> list[dict[str, Any]]:
-        switched = [{name: value} for name in self._switches for value in (False, True)]
-        return [{"add_generation_prompt": True, **extra} for extra in [{}, *switched]]
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **arguments: Any) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)
-        except Exception as error:  # a template is a program of somebody else's: it may raise anything
-            raise Drop("template_refused", f"{type(error).__name__}: {error}"[:200]) from error
-        return _encodable(text)
-
-    def _end_of_turn(self) -> tuple[str, str]:
-        """(what the template prints after an answer, the part of it that the target generates), from a probe."""
-        if not self.template:
-            return "", ""
-        try:
-            turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
-            suffix = self._render(turns, None).rpartition(_PROBE)[2]
-        except Drop:
-            return "", ""
-        found = self._special.search(suffix) if self._special else None
-        # Without a control token the end is text: the target writes it, but not the white space before the next turn.
-        return suffix, suffix[: found.end()] if found else suffix.rstrip()
-
-    def _generated(self, tail: str) -> str:
-        """The generated part of what a rendered answer adds to its prompt."""
-        if self._suffix and tail.endswith(self._suffix):
-            return tail[: len(tail) - len(self._suffix) + len(self._ending)]
-        ends = [m.end() for m in self._special.finditer(tail)] if self._special else []  # ends otherwise: a tool call
-        return tail[: ends[-1]] if ends and not tail[ends[-1] :].strip() else tail.rstrip()
-
     # ---- text to tokens
 
-    def _sequences(self, last: _Turn, shown: list[_Turn], out: Masked) -> list[Sequence]:
+    def _sequences(self, last: Turn, shown: list[Turn], out: Masked) -> list[Sequence]:
         """The tokens of ``last.full`` with the answers of all ``shown`` turns supervised. A turn whose prompt's tokens
         would merge with its answer gets its own sequence, tokenised as served: first the prompt, then the answer."""
         encoding = self.backend.encode(last.full, add_special_tokens=False)
@@ -232,9 +169,9 @@ class ChatMask:
 
     def _plain(self, sample: Pair | Text) -> Sequence:
         if isinstance(sample, Pair):
-            prompt, completion = _encodable(sample.prompt), _encodable(sample.completion)
+            prompt, completion = encodable(sample.prompt), encodable(sample.completion)
             return self._served(prompt, completion, Counter(), open_text=True)
-        bare = self.backend.encode(_encodable(sample.text), add_special_tokens=False).ids
+        bare = self.backend.encode(encodable(sample.text), add_special_tokens=False).ids
         ids = np.array(self._with_bos(sample.text, bare), dtype=np.int32)
         mask = np.ones(len(ids), dtype=bool)
         mask[0] = False  # the first token is always given; a BOS is never generated
@@ -250,21 +187,6 @@ class ChatMask:
         if min(sample.input_ids) < 0 or max(sample.input_ids) >= self.vocabulary:
             raise Drop("bad_tokens", f"ids must be in 0 … {self.vocabulary - 1}")
         return Sequence(np.array(sample.input_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
-
-
-def _default_template(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default", "")
-    return template or ""
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise Drop("lone_surrogate", f"at character {error.start}") from error
-    return text
 
 
 def has_anchor(mask: np.ndarray) -> bool:

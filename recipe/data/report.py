@@ -30,6 +30,8 @@ REASONS = {
     "no_chat_template": "the tokenizer has no chat template",
     "template_refused": "the chat template refuses this conversation",
     "template_contradicts_prompt": "the rendered answer does not continue the template's own generation prompt",
+    "not_rendered": "the chat template renders nothing of this answer (it knows no tool calls)",
+    "unfinished_thought": "the answer opens a thought and never closes it, which this chat template cannot show",
     "answer_not_separable": "the answer's tokens cannot be told from the prompt's",
     "bad_tokens": "input_ids and loss_mask are not two equally long lists of valid numbers",
     "too_few_supervised": "fewer than two supervised tokens in a row: no block has an anchor and a label",

@@ -1,9 +1,14 @@
-"""Small tokenizers with minimal chat templates of each family's manners; trained here, nothing comes from a network."""
+"""Small tokenizers with the families' chat templates; trained here, nothing comes from a network.
+
+`TEMPLATES` are minimal texts, one manner each; `FAMILIES` are those of tests/data/templates, written after the published
+formats, each with its opening and end-of-turn token.
+"""
 
 # ruff: noqa: E501  (rows and templates are kept on one line)
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +68,17 @@ VICUNA = (
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "</s>"),
+    *("<s>", "[INST]", "[/INST]", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"),
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+    *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
 ]
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TEMPLATES = {
@@ -73,6 +89,24 @@ TEMPLATES = {
     "plain": (PLAIN, "<|endoftext|>", "<|endoftext|>"),
     "vicuna": (VICUNA, "<|begin_of_text|>", "</s>"),
 }
+FAMILIES = {  # file of tests/data/templates → (bos, eos)
+    "chatml": ("<|endoftext|>", "<|im_end|>"),
+    "smollm2": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|endoftext|>", "<|im_end|>"),
+    "qwen3_thinking": ("<|endoftext|>", "<|im_end|>"),
+    "qwen3_5": ("<|endoftext|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
+    "gemma": ("<bos>", "<eos>"),
+    "gemma3": ("<bos>", "<eos>"),
+    "gemma4": ("<bos>", "<eos>"),
+    "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "deepseek_v3_1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "mistral": ("<s>", "</s>"),
+    "harmony": ("<|endoftext|>", "<|return|>"),
+    "demo": ("<|endoftext|>", "<|im_end|>"),
+}
+_FOLDER = Path(__file__).parents[1] / "data" / "templates"
+_DEMO = Path(__file__).parents[2] / "recipe" / "demo" / "assets" / "tokenizer_config.json"
 _CORPUS = [
     "Hello there, how are you today? I am fine. The answer is four. What is two plus two? assistant: user: system:",
     "The quick brown fox jumps over the lazy dog.\n\nThen it sleeps.\n def add(a, b): return a + b. ASSISTANT: USER:",
@@ -86,7 +120,7 @@ def _trained() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=640, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
@@ -103,6 +137,23 @@ def make_tokenizer(name: str = "chatml", adds_bos: bool = False, template: str |
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=eos)
     made.add_special_tokens({"additional_special_tokens": SPECIAL}) if hasattr(made, "add_special_tokens") else None
     made.chat_template = template or text
+    return made
+
+
+def family_template(name: str) -> str:
+    """The text of a family's template; the demo's is the real one."""
+    if name == "demo":
+        return str(json.loads(_DEMO.read_text(encoding="utf-8"))["chat_template"])
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def family_tokenizer(name: str) -> Any:
+    """The small tokenizer with a family's template and control tokens; pad is eos."""
+    bos, eos = FAMILIES[name]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained()), bos_token=bos, eos_token=eos, pad_token=eos
+    )
+    made.chat_template = family_template(name)
     return made
 
 
