@@ -26,6 +26,7 @@ from recipe.drafter.checkpoint import find_resume, steps_of
 from recipe.drafter.identity import identity
 from recipe.errors import ConfigError
 from recipe.ring import Ring, ring_path
+from recipe.roles.network import settle_interface
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import Watchdog
@@ -46,7 +47,9 @@ class Launch:
     def __init__(self, role: Role, config: RunConfig, args: argparse.Namespace) -> None:
         self.role, self.config, self.args = role, config, args
         run = launch_name(role, config)
+        settle_interface(os.environ["MASTER_ADDR"], role.nodes)
         self.store = ControlStore.connect(role, run, serve=role.rank == 0)
+        self.store.claim(role)
         # The ring's own time-outs are the better witnesses, so they get the first word.
         hang_s = 1.5 * config.dflash.ring.timeout_s
         self.watchdog = Watchdog(role, lambda: ControlStore.connect(role, run, serve=False), hang_s)

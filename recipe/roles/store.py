@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from recipe.errors import ConfigError, RunError
+from recipe.errors import RunError
+from recipe.roles.network import listen
 from recipe.roles.role import Role
 
 CONNECT_TIMEOUT_S = 300.0
@@ -34,23 +35,37 @@ class ControlStore:
         first one's store, and must not be able to touch its flags.
 
         Raises:
-            ConfigError: the port is in use, or rank 0 cannot be reached.
+            ConfigError: the port is in use, or rank 0 cannot listen at MASTER_ADDR.
+            RunError: rank 0 cannot be reached.
         """
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # torch itself would listen on every interface; our socket is on the one address that the launch names.
+        listener = listen(host, port, role.nodes).detach() if serve else None
         try:
             store = dist.TCPStore(
-                host, port, None, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+                host,
+                port,
+                None,
+                is_master=serve,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listener,
             )
         except (RuntimeError, dist.DistError) as error:
-            if serve:
-                raise ConfigError(
-                    "master_port",
-                    port,
-                    f"rank 0 cannot listen there ({str(error).splitlines()[0]})",
-                    "end the other run, or give another port: deepspeed --master_port PORT",
-                ) from error
             raise RunError(f"{role.name}: the control store of rank 0 at {host}:{port} did not answer") from error
         return cls(dist.PrefixStore(run, store))
+
+    def claim(self, role: Role) -> None:
+        """Take this rank's place in the launch; before anything else is written.
+
+        Two launches of one run over several nodes have the same name, and the ranks of the second may reach the store
+        of the first.
+
+        Raises:
+            RunError: the place is taken, so this store is another launch's.
+        """
+        if self.raw.add(f"claim/{role.rank}", 1) != 1:
+            raise RunError(f"{role.name}: another launch of this run is served at this port and has this rank already")
 
     def put(self, key: str, value: object) -> None:
         self.raw.set(key, json.dumps(value))
