@@ -15,7 +15,7 @@ import pytest
 from recipe.data.chat_mask import ChatMask, Sequence
 from recipe.data.conversation import Chat, normalise, parse
 from recipe.data.report import REASONS, Drop
-from tests.unit.chat_templates import TEMPLATES, make_tokenizer
+from tests.unit.chat_templates import TEMPLATES, family_template, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
@@ -335,3 +335,53 @@ def test_generation_config_names_stop_tokens(tmp_path: Any) -> None:
         ChatMask(tokenizer, str(tmp_path)).mask(normalise(chat(u("Hello"), a("four<|eot_id|>x"))), 99).sequences[0]
     )
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "four<|eot_id|>"
+
+
+def _marking_spaces(kind: str) -> Any:
+    """A tokenizer of the SentencePiece kind: a space is a letter of its word, and some put one before every text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(byte_fallback=False))
+    if kind == "normalizer":  # Gemma: spaces are replaced, nothing is put before the text
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁"), "merged_with_next")
+        backend.decoder = decoders.Replace("▁", " ")
+    elif kind == "composing":  # a normalizer that changes how many characters there are
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:  # Llama 2, Mistral
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind)
+    words = "Hello there four five I am fine xyz USER ASSISTANT assistant user : . \n Be brief INST model answer"
+    alphabet = (
+        pre_tokenizers.ByteLevel.alphabet() if kind == "composing" else list("▁\n[]/<>|_") + list("abcdefghijklmnop")
+    )
+    special = ["<s>", "</s>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"]
+    backend.train_from_iterator([words] * 5, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", additional_special_tokens=special[2:])  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ["mistral", "gemma", "vicuna", "plain"])
+@pytest.mark.parametrize("kind", ["always", "first", "normalizer", "composing"])
+def test_tokenizers_that_mark_spaces(kind: str, template: str) -> None:
+    """Before each answer stand the ids of the served prompt; the supervised ids are the answer's text, no more."""
+    tokenizer = _marking_spaces(kind)
+    tokenizer.chat_template = family_template("mistral") if template == "mistral" else TEMPLATES[template][0]
+    mask, backend = ChatMask(tokenizer), tokenizer.backend_tokenizer
+    turns = [u("Hello there"), a("four five"), u("I am"), a("fine. four")]
+    ending = {"mistral": "</s>", "gemma": "<end_of_turn>", "vicuna": "</s>", "plain": ""}[template]
+    out = mask.mask(Chat(turns, None), 4096)
+    found = []
+    for sequence in out.sequences:
+        edges = np.diff(np.concatenate([[0], sequence.loss_mask.astype(int), [0]]))
+        for start, stop in zip((edges == 1).nonzero()[0], (edges == -1).nonzero()[0], strict=True):
+            found.append((sequence.input_ids[:start].tolist(), sequence.input_ids[start:stop].tolist()))
+    assert not out.turns and len(found) == 2
+    for (before, generated), place, text in zip(found, (1, 3), ("four five", "fine. four"), strict=True):
+        prompt = tokenizer.apply_chat_template(turns[:place], tokenize=False, add_generation_prompt=True)
+        assert before == backend.encode(prompt, add_special_tokens=False).ids
+        assert backend.decode(generated, skip_special_tokens=False).strip() == text + ending
+        whole = backend.decode(before + generated, skip_special_tokens=False)
+        assert whole == backend.decode(backend.encode(whole, add_special_tokens=False).ids, skip_special_tokens=False)
