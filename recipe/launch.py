@@ -9,12 +9,12 @@ import shutil
 import sys
 import tempfile
 import threading
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from recipe.agreement import compare, facts, probe_run_dir
 from recipe.config import RunConfig, load_config_text
 from recipe.config.checks import check
 from recipe.config.derive import resolve
@@ -24,9 +24,10 @@ from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule
 from recipe.drafter.checkpoint import find_resume, steps_of
 from recipe.drafter.identity import identity
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, RunError
 from recipe.ring import Ring, ring_path
 from recipe.roles.network import settle_interface
+from recipe.roles.node_watch import NodeWatch
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import Watchdog
@@ -44,15 +45,16 @@ END_S = 24 * 3600.0  # targets are done long before the drafters; who dies meanw
 class Launch:
     """The life of one rank."""
 
-    def __init__(self, role: Role, config: RunConfig, args: argparse.Namespace) -> None:
+    def __init__(self, role: Role, config: RunConfig, args: argparse.Namespace, watch: NodeWatch) -> None:
         self.role, self.config, self.args = role, config, args
         run = launch_name(role, config)
         settle_interface(os.environ["MASTER_ADDR"], role.nodes)
         self.store = ControlStore.connect(role, run, serve=role.rank == 0)
         self.store.claim(role)
-        # The ring's own time-outs are the better witnesses, so they get the first word.
-        hang_s = 1.5 * config.dflash.ring.timeout_s
-        self.watchdog = Watchdog(role, lambda: ControlStore.connect(role, run, serve=False), hang_s)
+        # Before the ring's own time-outs, which are raised by those who wait and not by the one that hangs.
+        hang_s = 0.8 * config.dflash.ring.timeout_s
+        names = role.places(config.dflash.layout)
+        self.watchdog = Watchdog(role, names, lambda: ControlStore.connect(role, run, serve=False), hang_s, watch)
         self.run_dir: RunDir | None = None
         self.ring: Ring | None = None
 
@@ -60,11 +62,12 @@ class Launch:
         """Does not return: ends the process with the run's exit code."""
         try:
             self._live()
+            self._arrive_at_the_end()
         except ConfigError as error:
-            self.watchdog.abort(str(error), code=2)
+            self.watchdog.abort(str(error), code=2, error=error)
         except BaseException as error:
-            traceback.print_exc()
-            self.watchdog.abort(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            said = str(error).splitlines()[0] if str(error) else ""
+            self.watchdog.abort(f"{type(error).__name__}: {said}", error=error)
         self._leave()
 
     def _live(self) -> None:
@@ -73,6 +76,10 @@ class Launch:
         self.config = load_config_text(agreed["config"], source="the resolved config")
         device = pick_device(self.role, self.config.dflash.layout.device, self.config.dflash.layout.share_gpus)
         rows = Rows.open(self.config.dflash.data.path)
+        if self.role.nodes > 1 and self.role.local_rank == 0 and self.role.node > 0:
+            compare(self.role.node, facts(self.config, rows), agreed["facts"])
+            if not self.args.dry_run:  # a dry run writes nothing; its folder is node 0's own
+                probe_run_dir(self.role.node, Path(agreed["run_dir"]), agreed["run_id"])
         schedule = Schedule.of(self.config, rows.lengths, self.role.nodes)
         shape = TargetShape.resolve(self.config.dflash.target.path, self.config.dflash.target.revision)
         self.ring = self._meet(shape, rows, device)
@@ -137,8 +144,9 @@ class Launch:
         first_step = self._find_resume(resolved) if self.args.resume else 0
         output_dir = tempfile.mkdtemp(prefix="dflash-check-") if self.args.dry_run else resolved.dflash.run.output_dir
         self.run_dir = RunDir.create(output_dir, resolved.dflash.run.name, self.args.resume, fresh=self.args.replace)
-        facts = {"run_dir": str(self.run_dir.path), "first_step": first_step, "notes": notes}
-        return {"config": resolved.to_json(), **facts}
+        common = facts(resolved, Rows.open(resolved.dflash.data.path)) if self.role.nodes > 1 else {}
+        where = {"run_dir": str(self.run_dir.path), "run_id": self.run_dir.run_id}
+        return {"config": resolved.to_json(), "first_step": first_step, "notes": notes, "facts": common, **where}
 
     def _find_resume(self, resolved: RunConfig) -> int:
         """The step to go on from; found before the run's folder is touched."""
@@ -198,9 +206,11 @@ class Launch:
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
+    def _arrive_at_the_end(self) -> None:
         self.watchdog.progress("waiting for the others to end")
         self.store.arrive("end", self.role, self.role.world_size, END_S, self.watchdog.tick)
+
+    def _leave(self) -> None:
         limit = threading.Timer(LEAVE_S, os._exit, (0,))  # all work is done and said; closing may not hang it
         limit.daemon = True
         limit.start()
@@ -220,10 +230,18 @@ class Launch:
         """Nobody leaves while somebody still watches, or an exit would be taken for a death. Rank 0, which serves the
         store, leaves last."""
         self.watchdog.finish()
-        self.store.arrive("unwatched", self.role, self.role.world_size, LEAVE_S, lambda: None)
-        self.store.check_in("left")
-        if self.role.rank == 0:
-            self.store.wait_for("left", self.role, self.role.world_size, LEAVE_S, lambda: None)
+        try:
+            self.store.arrive("unwatched", self.role, self.role.world_size, LEAVE_S, self._still_together)
+            self.store.check_in("left")
+            if self.role.rank == 0:
+                self.store.wait_for("left", self.role, self.role.world_size, LEAVE_S, lambda: None)
+        except (RunError, RuntimeError, OSError):
+            return  # somebody left in a hurry (killed): everything is done, so there is nothing to wait for
+
+    def _still_together(self) -> None:
+        """Called while a rank waits for the others to look away: it cannot miss that one of them was killed."""
+        if self.watchdog.sibling_left():
+            raise RunError("a rank of this node has left")
 
 
 def launch_name(role: Role, config: RunConfig) -> str:
