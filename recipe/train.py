@@ -10,8 +10,13 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from recipe.roles.node_watch import NodeWatch
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
 
@@ -33,8 +38,23 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if not Path("/dev/nvidiactl").exists() else "cuda")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be reported with C++ stacks
     # DeepSpeed asks its own scheduler for a rate before the first step and warns itself about it.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "before it has started" not in record.getMessage())
+
+
+def leave_together(watch: NodeWatch, error: Exception) -> NoReturn:
+    """A user's mistake is the same for all ranks of a node: the first one says it and leaves first."""
+    from recipe.roles import last_words
+
+    watch.stop()
+    if watch.local_rank == 0:
+        last_words.say({"code": 2, "cause": str(error)}, None)
+    else:
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline and watch.lives(watch.rank - watch.local_rank):
+            time.sleep(0.1)
+    os._exit(2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,12 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     quieten()
     args = parse_arguments(argv)
-    from recipe.config import load_config
-    from recipe.errors import ConfigError, RunError
+    from recipe.roles.node_watch import NodeWatch
     from recipe.roles.process import die_with_parent
-    from recipe.roles.role import Role
 
     die_with_parent()
+    watch = NodeWatch()
+    from recipe.config import load_config
+    from recipe.errors import ConfigError, RunError
+    from recipe.roles.role import Role
 
     try:
         config = load_config(args.deepspeed_config, args.overrides)
@@ -56,14 +78,12 @@ def main(argv: list[str] | None = None) -> None:
         from recipe.launch import Launch
 
         check_layout(config)
-        launch = Launch(Role.from_environment(config.dflash.layout), config, args)
-    except ConfigError as error:  # the same on every rank: one of them says it
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        launch = Launch(Role.from_environment(config.dflash.layout), config, args, watch)
+    except ConfigError as error:
+        leave_together(watch, error)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        os._exit(1)
     launch.run()
 
 

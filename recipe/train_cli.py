@@ -15,12 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from recipe.config import RunConfig, load_config
 from recipe.errors import ConfigError
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
+LINGER_S = 8.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
     resolved = _resolve_and_check(config, args, max(len(hosts), 1))
     if args.check and args.no_model:
         return 0
-    code = _launch(_command(args, config, hosts))
-    if code == 0 and not args.check:
-        code = _confirm_done(resolved)
-    return code
+    code, words = _launch(_command(args, config, hosts))
+    if words:
+        print(words, file=sys.stderr)  # after everything that the launcher says at an end
+        return code or 1
+    if code == 0 and args.check:
+        return 0
+    return _confirm_done(resolved, code)
 
 
 def _resolve_and_check(config: RunConfig, args: argparse.Namespace, nodes: int) -> RunConfig:
@@ -109,12 +115,27 @@ def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> l
     return launcher + ours
 
 
-def _launch(command: list[str]) -> int:
-    """Run the launcher; an interrupt or SIGTERM here ends the whole run, and so does our own death."""
+def _launch(command: list[str]) -> tuple[int, str]:
+    """Run the launcher; an interrupt or SIGTERM here ends the whole run, and so does our own death.
+
+    Returns the exit code and the line in which the run said why it ended (empty when it said nothing).
+    """
+    from recipe.roles import last_words
     from recipe.roles.process import die_with_parent
 
-    environment = dict(os.environ, PYTHONUNBUFFERED="1")
-    runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+    with tempfile.TemporaryDirectory(prefix="dflash-train-", ignore_cleanup_errors=True) as folder:
+        words = Path(folder) / "last_words"
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", **{last_words.VARIABLE: str(words)})
+        runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+        code = _see_through(runner)
+        deadline = time.monotonic() + LINGER_S  # a runner that was killed leaves ranks that are still ending
+        while code != 0 and not words.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return code, words.read_text(encoding="utf-8").strip() if words.exists() else ""
+
+
+def _see_through(runner: subprocess.Popen[bytes]) -> int:
+    """Wait for the launcher's end, handing on what is meant for it."""
 
     def forward(signum: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -133,14 +154,22 @@ def _launch(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _confirm_done(config: RunConfig) -> int:
+def _confirm_done(config: RunConfig, code: int) -> int:
     """A launcher that was killed lets the runner end with 0: only the run itself can say that it is done."""
     from recipe.telemetry.run_dir import RunDir
     from recipe.telemetry.status import read_status
 
-    run_dir = RunDir.open(Path(config.dflash.run.output_dir) / config.dflash.run.name)
+    try:
+        run_dir = RunDir.open(Path(config.dflash.run.output_dir) / config.dflash.run.name)
+    except ConfigError:
+        print(f"error: the launcher ended with code {code}, before the run had made its folder", file=sys.stderr)
+        return code or 1
     status = read_status(run_dir)
-    if status.state == "DONE":
+    if status.state == "DONE" and code == 0:
         return 0
-    print(f"error: the launcher ended, but the run is {status.state}: {status.message}", file=sys.stderr)
-    return 1
+    print(
+        f"error: the launcher ended with code {code}, and the run is {status.state}: {status.message}; "
+        f"log: {run_dir.train_log}",
+        file=sys.stderr,
+    )
+    return code or 1

@@ -148,7 +148,7 @@ class Desk:
 
     def _on_end(self, report: dict[str, Any]) -> None:
         """The watchdog ends this process: say why in the files too."""
-        self.log.note(f"the run ends because of {report['role']}: {report['cause']}")
+        self.log.note(report["line"])
         self.status.dead(report.get("rank"), report.get("role"), str(report.get("cause")))
         self.status.close()
         if self.wandb is not None:

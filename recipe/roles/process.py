@@ -6,8 +6,18 @@ import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the state letter on (field 3 of proc(5) is the first here)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
 
 
 def start_ticks(pid: int) -> int | None:
@@ -15,30 +25,53 @@ def start_ticks(pid: int) -> int | None:
 
     `kill(pid, 0)` is true for zombies and for a recycled pid; the start time tells them apart.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped (SIGSTOP, a debugger)."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
+    fields = _stat(pid)
+    return fields is not None and fields[0] in (b"T", b"t")
 
 
 def parent_of(pid: int) -> int | None:
     """Parent pid, or None when the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def how_it_ended(pid: int, ticks: int) -> str | None:
+    """How a process ended, while its parent has not asked yet (it is a zombie); None when nobody can say any more."""
+    fields = _stat(pid)
+    if fields is None or fields[0] != b"Z" or int(fields[19]) != ticks or len(fields) < 50:
         return None
+    status = int(fields[49])  # 0 also when the kernel does not show it to us, so only a signal or a code is certain
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"killed by {name}" + (" (by somebody, or by the kernel for want of memory)" if number == 9 else "")
+    return f"it left with exit code {os.waitstatus_to_exitcode(status)} before the end"
+
+
+def children_of(parent: int) -> list[tuple[int, int]]:
+    """(pid, start ticks) of the live children of ``parent`` in the order in which they were started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        fields = _stat(pid)
+        if fields is not None and int(fields[1]) == parent and fields[0] not in (b"Z", b"X"):
+            found.append((int(fields[19]), pid))
+    return [(pid, ticks) for ticks, pid in sorted(found)]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment with which a process was started; empty when it may not be read."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def die_with_parent() -> None:
@@ -48,8 +81,8 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
-def end(pid: int, ticks: int) -> None:
-    """SIGKILL the process that had this pid and start time; nothing when it is gone."""
+def end(pid: int, ticks: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Send ``signum`` to the process that had this pid and start time; nothing when it is gone."""
     if start_ticks(pid) == ticks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signum)

@@ -78,10 +78,27 @@ class Role:
         return self.kind == "target" and self.index == 0
 
     @property
+    def place(self) -> str:
+        """``drafter 1, node 0`` or ``target replica 0 tp 1, node 0``."""
+        place = f"replica {self.replica} tp {self.tp_rank}" if self.kind == "target" else f"{self.drafter_rank}"
+        return f"{self.kind} {place}, node {self.node}"
+
+    @property
     def name(self) -> str:
         """For messages: ``rank 3 (drafter 1, node 0)``."""
-        place = f"replica {self.replica} tp {self.tp_rank}" if self.kind == "target" else f"{self.drafter_rank}"
-        return f"rank {self.rank} ({self.kind} {place}, node {self.node})"
+        return f"rank {self.rank} ({self.place})"
+
+    def places(self, layout: Layout) -> dict[int, str]:
+        """`place` of every rank of the run: all nodes have the same layout."""
+        local = self.world_size // self.nodes
+        found = {}
+        for rank in range(self.world_size):
+            env = {
+                "RANK": rank, "LOCAL_RANK": rank % local, "WORLD_SIZE": self.world_size, "LOCAL_SIZE": local,
+                "CROSS_RANK": rank // local, "CROSS_SIZE": self.nodes, "MASTER_ADDR": "-", "MASTER_PORT": "-",
+            }  # fmt: skip
+            found[rank] = Role.from_environment(layout, {key: str(value) for key, value in env.items()}).place
+        return found
 
     @classmethod
     def from_environment(cls, layout: Layout, env: Mapping[str, str] | None = None) -> Role:

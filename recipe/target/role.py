@@ -35,7 +35,7 @@ def run_target(scene: Scene) -> None:
         watchdog.progress("producing", batches)
 
     def failed(error: BaseException) -> None:
-        watchdog.abort(f"hand-off: {type(error).__name__}: {error}")
+        watchdog.abort(f"hand-off: {type(error).__name__}: {error}", error=error)
 
     watchdog.progress("ready")
     scene.store.check_in("target-ready")

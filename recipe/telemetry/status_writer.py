@@ -220,7 +220,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _death(rank: int | None, role: str | None, cause: str) -> str:
-    who = f"rank {rank} ({role})" if rank is not None else role or "the run"
+    who = f"rank {rank}" + (f" ({role})" if role else "") if rank is not None else role or "the run"
     return f"{who} died: {cause}"
 
 

@@ -1,0 +1,176 @@
+"""One thread per rank that looks at this node from the rank's first moment: siblings, launcher, runner, signals.
+
+It needs nothing but /proc and the launcher's environment, so it runs before torch is imported and before the control
+store is reached: a rank that dies while the others still import or connect is noticed as well. The siblings are the
+launcher's children; it starts them in the order of their local ranks. Once the rank has a `Watchdog`, that decides what
+a finding means; until then the finding ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recipe.roles import last_words, process
+
+LOOK_S = 0.2
+STOPPED_S = 10.0  # a sibling in state T (stopped) for this long is hung
+STARVED_S = 5.0  # a look that comes this late: this very process was stopped (Ctrl-Z) or starved
+GRACE_S = 4.0  # before the store is reached, a mistake in the config ends all ranks, but not at the same moment
+ASSEMBLE_S = 60.0  # all siblings must have been seen alive at once by then
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Report = dict[str, Any]
+
+
+class NodeWatch:
+    """``siblings``: rank -> (pid, start ticks) of the other ranks of this node; empty until all have been seen.
+
+    ``names``: rank -> name for messages, ``look``: the watchdog's own questions, ``end``: ends this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        env = os.environ if environment is None else environment
+        self.rank, self.local_rank, self.local_size = (
+            int(env.get(key, fallback)) for key, fallback in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_SIZE", 1))
+        )
+        self.siblings: dict[int, tuple[int, int]] = {}
+        self.names: Mapping[int, str] = {}
+        self.look: Callable[[float], Report | None] = lambda now: None
+        self.forgive: Callable[[float], None] = lambda gap: None
+        self.end: Callable[[Report], None] = self._end_early
+        self.stopped_s = STOPPED_S
+        self._early = True
+        self._started = time.monotonic()
+        self._stopped_since: dict[int, float] = {}
+        self._departed: dict[int, str] = {}
+        self._launcher = os.getppid()
+        self._runner = process.parent_of(self._launcher)
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
+        self._thread.start()
+
+    def take_over(
+        self,
+        names: Mapping[int, str],
+        look: Callable[[float], Report | None],
+        forgive: Callable[[float], None],
+        end: Callable[[Report], None],
+    ) -> None:
+        """The rank has a watchdog now: ``look`` and ``end`` are its."""
+        self.names, self.look, self.forgive, self.end = names, look, forgive, end
+        self._early = False
+
+    def stop(self) -> None:
+        """Look no more; call it before leaving."""
+        self._finished.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def report(self, rank: int, cause: str, code: int = 1) -> Report:
+        """What everybody is told: the rank to blame, its role, the cause, the exit code of the whole run."""
+        return {"rank": rank, "role": self.names.get(rank, ""), "cause": cause, "code": code}
+
+    def dead_sibling(self) -> Report | None:
+        """A rank of this node whose process is gone."""
+        for rank, (pid, ticks) in self.siblings.items():
+            if process.start_ticks(pid) != ticks:
+                how = self._departed.setdefault(
+                    rank, process.how_it_ended(pid, ticks) or "killed, or it left before the end"
+                )
+                return self.report(rank, f"its process (pid {pid}) is gone: {how}")
+        return None
+
+    def lives(self, rank: int) -> bool:
+        """Whether ``rank`` is a sibling whose process runs and is not stopped."""
+        pid, ticks = self.siblings.get(rank, (0, -1))
+        return process.start_ticks(pid) == ticks and not process.is_stopped(pid)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._finished.is_set():
+            caught = signal.sigtimedwait(SIGNALS, LOOK_S)
+            now = time.monotonic()
+            if now - looked > STARVED_S:
+                self._stopped_since.clear()
+                self.forgive(now - looked)
+            looked = now
+            found = self.look(now) or self._look(now)
+            if found is None and caught is not None:
+                time.sleep(LOOK_S)  # the kernel sends it when the launcher dies, a moment before that can be seen
+                found = self.look(now) or self._look(now) or self._explain(signal.Signals(caught.si_signo))
+            if found is not None and not self._finished.is_set():
+                self.end(found)
+
+    def _look(self, now: float) -> Report | None:
+        if not self.siblings:
+            missing = self._find_siblings(now)
+            if missing is not None:
+                return missing
+        gone = self.dead_sibling() or self._stopped_sibling(now)
+        if gone is not None:
+            return gone
+        if os.getppid() != self._launcher:
+            return self.report(self.rank, "the deepspeed launcher above it died")
+        if self._runner not in (None, 0, 1) and process.parent_of(self._launcher) != self._runner:
+            return self.report(self.rank, "the deepspeed runner above its launcher died")
+        return None
+
+    def _find_siblings(self, now: float) -> Report | None:
+        """All children of the launcher, once they are as many as its environment says."""
+        if self.local_size < 2:
+            return None
+        children = process.children_of(self._launcher)
+        if len(children) == self.local_size and any(pid == os.getpid() for pid, _ in children):
+            first = self.rank - self.local_rank
+            self.siblings = {first + place: child for place, child in enumerate(children) if child[0] != os.getpid()}
+        elif now - self._started > ASSEMBLE_S:
+            return self._incomplete(children)
+        return None
+
+    def _incomplete(self, children: list[tuple[int, int]]) -> Report | None:
+        """Somebody left before all had been seen at once."""
+        if len(children) >= self.local_size:
+            return None
+        there = {process.environment_of(pid).get("LOCAL_RANK") for pid, _ in children}
+        absent = [place for place in range(self.local_size) if str(place) not in there]
+        cause = f"only {len(children)} of the {self.local_size} processes of this node are there: one left at the start"
+        certain = len(absent) == self.local_size - len(children)
+        return self.report(self.rank - self.local_rank + absent[0] if certain else -1, cause)
+
+    def _stopped_sibling(self, now: float) -> Report | None:
+        for rank, (pid, _) in self.siblings.items():
+            if not process.is_stopped(pid):
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > self.stopped_s:
+                return self.report(rank, f"no progress for {self.stopped_s:.0f} s: pid {pid} is stopped (SIGSTOP)")
+        return None
+
+    def _explain(self, signum: signal.Signals) -> Report:
+        if not self.siblings and self.local_size > 1:  # the launcher sends it too, when somebody has left
+            incomplete = self._incomplete(process.children_of(self._launcher))
+            if incomplete is not None:
+                return incomplete
+        who = "interrupted (Ctrl-C)" if signum == signal.SIGINT else "it was told to end (SIGTERM)"
+        return self.report(self.rank, who, 128 + int(signum))
+
+    def _end_early(self, report: Report) -> None:
+        """Before there is a watchdog: give a mistake in the config, which all ranks find, the time to be said."""
+        if report["code"] == 1:
+            self._finished.wait(GRACE_S)
+        if self._finished.is_set() or not self._early:
+            return  # it has been said, or the watchdog has come, which looks again
+        if "exit code 2 " in report["cause"]:  # a mistake in the config, said already
+            os._exit(2)
+        if report["rank"] == self.rank or not any(self.lives(rank) for rank in self.siblings if rank < self.rank):
+            last_words.say(report, None)
+        for pid, ticks in self.siblings.values():
+            if process.is_stopped(pid):
+                process.end(pid, ticks)
+        os._exit(int(report["code"]) or 1)
