@@ -91,7 +91,7 @@ def _hosts(hostfile: str | None, config: RunConfig) -> list[str]:
 def free_port() -> int:
     """A port that was free a moment ago on this machine."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
@@ -100,7 +100,8 @@ def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> l
     script = Path(sys.executable).with_name("deepspeed")
     launcher = [str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
     if nodes:
-        launcher += ["--hostfile", args.hostfile]
+        # -k: pdsh ends the other nodes when one of them fails before the ranks can tell each other.
+        launcher += ["--hostfile", args.hostfile, "--launcher_args=-k"]
         if args.master_port:
             launcher += ["--master_port", str(args.master_port)]
     else:
@@ -125,7 +126,7 @@ def _launch(command: list[str]) -> tuple[int, str]:
 
     with tempfile.TemporaryDirectory(prefix="dflash-train-", ignore_cleanup_errors=True) as folder:
         words = Path(folder) / "last_words"
-        environment = dict(os.environ, PYTHONUNBUFFERED="1", **{last_words.VARIABLE: str(words)})
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", **{last_words.VARIABLE: f"{os.getpid()}:{words}"})
         runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
         code = _see_through(runner)
         deadline = time.monotonic() + LINGER_S  # a runner that was killed leaves ranks that are still ending

@@ -1,18 +1,21 @@
 """The one line that says why a run ends, and where a traceback goes: the guilty rank's to the user, others' to the log.
 
-The command line (`recipe.train_cli`) names a file in `RECIPE_LAST_WORDS`; the first rank that writes it has spoken for
-the node, and the command line prints it when the launcher has said everything that it says at an end, so that the line
-is the last one on the screen. Under a bare `deepspeed` it goes to the terminal at once.
+The command line (`recipe.train_cli`) names itself and a file in `RECIPE_LAST_WORDS` (``PID:PATH``); the first rank that
+writes it has spoken for the node, and the command line prints it when the launcher has said everything that it says at
+an end, so that the line is the last one on the screen. Under a bare `deepspeed` it goes to the terminal at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from recipe.roles import process
 
 VARIABLE = "RECIPE_LAST_WORDS"
 #: Words of gloo, NCCL, the control store and the ring when somebody else is gone.
@@ -35,8 +38,10 @@ def line(report: dict[str, Any], run_dir: Path | None) -> str:
 def say(report: dict[str, Any], run_dir: Path | None) -> None:
     """Once per node: into the file of the command line, which says it last, or to the terminal."""
     text = line(report, run_dir)
-    path = os.environ.get(VARIABLE)
-    if path and os.path.isdir(os.path.dirname(path)):
+    pid, _, path = os.environ.get(VARIABLE, "").partition(":")
+    if path and process.start_ticks(int(pid)) is None:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # the command line was killed: nobody else clears up
+    if os.path.isdir(os.path.dirname(path)):
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(text + "\n")
