@@ -1,0 +1,165 @@
+"""Which deaths the kill matrix orders, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.status import read_status
+from tests.integration.launches import Launch
+
+TARGETS, DRAFTERS = (0, 1), (2, 3)
+RING_TIMEOUT_S = 20
+GONE_S, HUNG_GONE_S = 10.0, float(RING_TIMEOUT_S)
+START_UP = ("checking", "touching the ring's memory", "importing the model code", "ready")
+OF_TARGETS = (*START_UP, "loading the target")
+OF_DRAFTERS = (*START_UP, "loading embedding and head", "building the drafter")
+HANGS = ("SIGSTOP", "hang")
+INNOCENT = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exit 0", "hang", "lost store")  # no traceback is anybody's news
+
+
+@dataclass
+class Order:
+    """One planned death; `tests/integration/death.py` carries it out."""
+
+    rank: int
+    moment: str
+    manner: str = "SIGKILL"
+    phase: str = ""
+    count: int = 1
+    delay: float = 0.0
+    save: int = 1
+    call: str = "begin"
+
+    @property
+    def role(self) -> str:
+        return "target" if self.rank in TARGETS else "drafter"
+
+    @property
+    def when(self) -> str:
+        """The moment in words, for the table."""
+        names = {"entry": "at its first instruction", "step": "within a step", "mutex": "holding the ring's mutex",
+                 "entry in hand": "holding a lease" if self.role == "drafter" else "holding reserved pages",
+                 "save": "within a save"}  # fmt: skip
+        return names.get(self.moment, self.phase)
+
+    @property
+    def limit_s(self) -> float:
+        return HUNG_GONE_S if self.manner in HANGS else GONE_S
+
+    def death(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Kill:
+    """What came of an order: the row of docs/failures.md is built from these."""
+
+    role: str
+    when: str
+    manner: str
+    real: bool
+    seconds: float
+    code: int
+    line: str
+
+
+def draw_orders(seed: int) -> list[Order]:
+    """At least a hundred deaths: every rank at every moment, and every manner for each role; numbers drawn."""
+    rng = random.Random(seed)
+    orders = []
+    for rank in (*TARGETS, *DRAFTERS):
+        drafter = rank in DRAFTERS
+        orders.append(Order(rank, "entry"))
+        orders += [Order(rank, "phase", phase=phase) for phase in (OF_DRAFTERS if drafter else OF_TARGETS)]
+        orders += [Order(rank, "step", count=rng.randint(1, 6), delay=rng.uniform(0.01, 0.4)) for _ in range(4)]
+        orders += [Order(rank, "mutex", count=rng.randint(3, 60), call=call) for call in ("begin", "__enter__") * 2]
+        orders += [Order(rank, "entry in hand", count=rng.randint(1, 40 if drafter else 8)) for _ in range(3)]
+        orders.append(Order(rank, "phase", phase="waiting for the others to end", delay=rng.uniform(0.0, 0.2)))
+        if drafter:
+            most = 14 if rank == DRAFTERS[0] else 3
+            orders += [Order(rank, "save", count=rng.randint(1, most), save=rng.randint(1, 2)) for _ in range(6)]
+            orders.append(Order(rank, "phase", phase="exporting", delay=rng.uniform(0.0, 0.05)))
+        step = {"moment": "step", "count": rng.randint(2, 5)}
+        for manner in ("exception", "exit 0", "lost store", "SIGSTOP", "SIGSEGV", "SIGTERM", "hang"):
+            orders.append(Order(rank, manner=manner, **step))  # type: ignore[arg-type]
+        orders.append(Order(rank, "entry in hand", "out of memory", count=rng.randint(2, 12)))
+        orders.append(Order(rank, "phase", "exception", phase="ready"))
+        orders.append(Order(rank, "phase", "exit 0", phase="importing the model code"))
+    orders += [Order(rank, "phase", "full disk", phase="saving") for rank in DRAFTERS]
+    rng.shuffle(orders)
+    return orders
+
+
+def last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "")
+
+
+def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
+    """Wait for the end of a launch that dies by ``order``; assert all that issue and README promise about it."""
+    while (struck := launch.struck_at()) is None:
+        assert launch.code() is None, f"{order} never came about: {launch.output[-3000:]}"
+        time.sleep(0.01)
+    code = launch.wait(order.limit_s + 20)
+    seconds = time.time() - struck - order.delay
+    said = f"{order}: {seconds:.1f} s, exit {code}\n{launch.output[-4000:]}"
+    assert code is not None, f"not gone after {order.limit_s + 20:.0f} s: {said}"
+    assert code not in (0, 2), said
+    assert seconds < order.limit_s, said
+    line = last_line(launch.output)
+    assert launch.output.count("the run ends because of") == 1, said
+    assert_named(line, order, run_dir, said)
+    if order.manner in INNOCENT:
+        assert "Traceback" not in launch.output, said
+    elif order.manner == "exception":
+        assert launch.output.count("Traceback") == 1 and "that the test planted" in launch.output, said
+    assert not left_in_shm(run_dir.name), said
+    if "no log" not in line and order.manner != "full disk":
+        assert_status(run_dir, order, said)
+    if order.manner in HANGS and run_dir.is_dir():
+        stacks = sorted(path.name for path in (run_dir / "stacks").glob("rank_*.txt"))
+        assert stacks == [f"rank_{rank}.txt" for rank in range(4)], f"{stacks} {said}"
+    return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
+
+
+def assert_named(line: str, order: Order, run_dir: Path, said: str) -> None:
+    """The last line names rank, role, cause and log."""
+    if order.moment == "entry":  # who was never seen cannot always be named
+        assert re.match(r"the run ends because of (rank \d|a rank)", line), said
+        return
+    place = rf"rank {order.rank} \({order.role} [^)]*node 0\)"
+    assert re.match(rf"the run ends because of {place}: .+; (log: {run_dir}/train.log|the run had not)", line), said
+
+
+def assert_status(run_dir: Path, order: Order, said: str) -> None:
+    status = read_status(RunDir.open(run_dir))
+    assert status.state == "DEAD" and status.exit_code == 5, f"{status} {said}"
+    assert status.message.count(f"rank {order.rank}") == 1, f"{status.message} {said}"
+
+
+def left_in_shm(name: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("dflash-*") if name in path.name]
+
+
+def table(kills: list[Kill]) -> str:
+    """The rows of docs/failures.md."""
+    groups: dict[tuple[str, str, str, bool], list[Kill]] = {}
+    for kill in kills:
+        groups.setdefault((kill.role, kill.when, kill.manner, kill.real), []).append(kill)
+    lines = [
+        "| who | moment | manner | kills | all processes gone after (median / max) | exit code | what the user reads last |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (role, when, manner, real), group in sorted(groups.items()):
+        seconds = sorted(kill.seconds for kill in group)
+        codes = ", ".join(sorted({str(kill.code) for kill in group}))
+        said = re.sub(r"/\S+/(runs/)", r"…/\1", group[0].line).replace("|", "\\|")
+        manner = f"{manner} (real `deepspeed`)" if real else manner
+        median, most = seconds[len(seconds) // 2], seconds[-1]
+        lines.append(f"| {role} | {when} | {manner} | {len(group)} | {median} / {most} s | {codes} | {said} |")
+    return "\n".join(lines)

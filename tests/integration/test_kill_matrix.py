@@ -1,0 +1,264 @@
+"""Kill anything at any time, resume, and get the run that you would have had: the kill matrix of docs/failures.md.
+
+The launches are real down to the DeepSpeed launcher's own code (`fork_server.py`); fifteen kills go through the real
+`deepspeed` command, imports and all. A resumed chain of kills must end with the never-killed run's weights, bit for bit,
+and its list of trained entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipe.train_cli import free_port
+from tests.integration.kills import (
+    GONE_S, HUNG_GONE_S, RING_TIMEOUT_S, Kill, Order, draw_orders, judge, last_line, left_in_shm, table,
+)  # fmt: skip
+from tests.integration.launches import REPOSITORY, ForkServer, Launch, fork_server, real_launch
+from tests.tiny import make_config, make_rows, make_target
+
+SEED = 20261201
+KILLS_OF_A_CHAIN = 6
+DOCUMENT = REPOSITORY / "docs" / "failures.md"
+
+
+@dataclass
+class Workplace:
+    """Target, rows and config, and the run that nobody disturbed."""
+
+    folder: Path
+    server: ForkServer
+    steps: int = 0
+    count: Iterator[int] = itertools.count()
+
+    def run_dir(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def words(self, name: str) -> list[str]:
+        words = ["train", str(self.folder / "config.json"), "--set", f"dflash.run.name={name}"]
+        if (self.run_dir(name) / "checkpoints" / "latest").exists():
+            return [*words, "--resume"]
+        return [*words, "--replace"] if self.run_dir(name).exists() else words
+
+    def launch(self, name: str, order: Order | None = None, *more: str, **environment: str) -> Launch:
+        folder = self.folder / "launches" / f"{name}-{next(self.count)}"
+        deliveries = folder / "deliveries"
+        launch = self.server.launch(
+            folder, [*self.words(name), *more], DEATH=order and order.death(), DELIVERIES=str(deliveries),
+            FILL=str(self.folder), **environment,
+        )  # fmt: skip
+        deliveries.mkdir(exist_ok=True)
+        return launch
+
+    def finish(self, name: str, *more: str) -> Launch:
+        launch = self.launch(name, None, *more)
+        assert launch.wait(300) == 0, launch.output[-4000:]
+        return launch
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.run_dir(name) / "checkpoints" / f"step_{self.steps:08d}" / "weights.safetensors")
+
+
+def make_workplace(folder: Path, server: ForkServer, **changes: object) -> Workplace:
+    make_target(folder / "target")
+    make_rows(folder / "rows")
+    make_config(folder, dflash__ring__timeout_s=RING_TIMEOUT_S, dflash__run__log_every=1, **changes)
+    place = Workplace(folder, server)
+    place.finish("whole")
+    checkpoints = (place.run_dir("whole") / "checkpoints").glob("step_*")
+    place.steps = max(int(path.name.removeprefix("step_")) for path in checkpoints)
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with fork_server(tmp_path_factory.mktemp("server") / "log") as one:
+        yield one
+
+
+# -- what must be equal -------------------------------------------------------------------------------------------------
+
+
+def deliveries(launch: Launch, rank: int) -> list[str]:
+    path = launch.folder / "deliveries" / f"rank{rank}"
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].split("\n")[:-1]  # a killed rank's last line may be half written
+
+
+def assert_same_run(place: Workplace, name: str, launches: list[Launch]) -> None:
+    """Weights bit for bit; and every entry was trained once, in the same order: what a launch trained after the
+    checkpoint that the next one loaded is trained again, and nothing else is."""
+    again, straight = place.weights(name), place.weights("whole")
+    assert again.keys() == straight.keys()
+    assert all(torch.equal(again[key], straight[key]) for key in straight), f"{name}: other weights"
+    whole = next(iter((place.folder / "launches").glob("whole-*")))
+    for rank in (2, 3):
+        reference = deliveries(Launch(0, whole), rank)
+        assert len(set(reference)) == len(reference) > 0
+        trained_to = 0
+        for launch in launches:
+            part = deliveries(launch, rank)
+            if not part:
+                continue
+            begin = reference.index(part[0])
+            assert begin <= trained_to, f"{name}, rank {rank}: entries {trained_to}..{begin} were lost"
+            assert part == reference[begin : begin + len(part)], f"{name}, rank {rank}: another order"
+            trained_to = begin + len(part)
+        assert trained_to == len(reference), f"{name}, rank {rank}: trained {trained_to} of {len(reference)} entries"
+
+
+def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill]) -> list[Order]:
+    """Kill, resume, kill, …, finish, compare. Returns the orders that could not come about any more."""
+    launches: list[Launch] = []
+    left, port = list(orders), str(free_port())
+    while left:
+        order = left[0]
+        launch = place.launch(name, order, "--master-port", port)  # the same port at once: it must be free again
+        launches.append(launch)
+        while launch.struck_at() is None and launch.code() is None:
+            time.sleep(0.01)
+        if launch.struck_at() is None:
+            assert launch.code() == 0, f"{order}\n{launch.output[-4000:]}"
+            break  # the run was over before that moment came
+        left.pop(0)
+        kills.append(judge(launch, order, place.run_dir(name)))
+        (place.folder / "ballast").unlink(missing_ok=True)
+    else:
+        launches.append(place.finish(name, "--master-port", port))
+    assert_same_run(place, name, launches)
+    return left
+
+
+# -- the tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_of_the_kill_matrix(tmp_path: Path, server: ForkServer) -> None:
+    """One target in a step, one drafter in a save; resumed, the run is the one that was never killed."""
+    place = make_workplace(tmp_path, server, dflash__run__epochs=1, dflash__run__save_every=2)
+    rng = random.Random()
+    orders = [
+        Order(rng.choice((0, 1)), "step", count=4, delay=rng.uniform(0.0, 0.3)),
+        Order(2, "save", count=rng.randint(1, 10), save=1),
+    ]
+    kills: list[Kill] = []
+    assert run_chain(place, "killed", orders, kills) == []
+    assert len(kills) == 2
+
+
+@pytest.mark.slow
+def test_the_kill_matrix(tmp_path: Path, server: ForkServer, pytestconfig: pytest.Config) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=False).returncode:
+        pytest.skip("needs root: a full disk is made on a small file system of its own")
+    try:
+        place = make_workplace(disk, server, dflash__run__epochs=3, dflash__run__save_every=3)
+        orders, kills, chain, refused = draw_orders(SEED), [], 0, 0
+        while orders:
+            name, batch = f"chain{chain}", orders[:KILLS_OF_A_CHAIN]
+            left = run_chain(place, name, batch, kills)
+            orders = left + orders[len(batch) :]
+            refused = refused + 1 if len(left) == len(batch) else 0
+            assert refused < 2, f"{left[0]} never comes about"
+            chain += 1
+            write_down(pytestconfig, "forked", kills)
+            print(f"{len(kills)} kills, {chain} chains", flush=True)
+        assert len(kills) >= 100
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
+
+
+REAL = [
+    ("rank0", "SIGKILL", "step=2/"), ("rank1", "SIGKILL", "step=3/"), ("rank2", "SIGKILL", "step=2/"),
+    ("rank3", "SIGKILL", "step=3/"), ("rank0", "SIGSTOP", "step=2/"), ("rank3", "SIGSTOP", "step=2/"),
+    ("launcher", "SIGKILL", "step=2/"), ("launcher", "SIGTERM", "step=2/"), ("launcher", "SIGINT", "step=2/"),
+    ("runner", "SIGKILL", "step=2/"), ("runner", "SIGTERM", "step=2/"), ("runner", "SIGINT", "step=2/"),
+    ("cli", "SIGKILL", "step=2/"), ("cli", "SIGTERM", "step=2/"), ("cli", "SIGINT", "step=2/"),
+    ("rank1", "SIGKILL", ""), ("rank2", "SIGKILL", ""),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kills_of_real_launches(tmp_path: Path, server: ForkServer, pytestconfig: pytest.Config) -> None:
+    """The real command, the real `deepspeed`: its ranks, its launcher, its runner and the command line itself."""
+    place = make_workplace(tmp_path, server, dflash__run__epochs=3, dflash__run__save_every=2)
+    kills: list[Kill] = []
+    launches: list[Launch] = []
+    for index, (victim, manner, after) in enumerate(REAL):
+        name = f"real{index}"
+        launch = real_launch(tmp_path / "launches" / name, place.words(name))
+        if after:
+            launch.wait_for(after)
+        else:
+            launch.pid(victim)
+            time.sleep(random.uniform(0.0, 3.0))  # while it still imports
+        kills.append(kill_for_real(launch, victim, manner, place.run_dir(name)))
+        write_down(pytestconfig, "real", kills)
+    place.finish("real0")
+    again, straight = place.weights("real0"), place.weights("whole")
+    assert all(torch.equal(again[key], straight[key]) for key in straight) and not launches
+
+
+def kill_for_real(launch: Launch, victim: str, manner: str, run_dir: Path) -> Kill:
+    os.kill(launch.pid(victim), signal.Signals[manner])
+    struck = time.monotonic()
+    limit_s = HUNG_GONE_S if manner == "SIGSTOP" else GONE_S
+    code = launch.wait(limit_s + 20)
+    seconds = time.monotonic() - struck
+    said = f"{victim} {manner}: {seconds:.1f} s, exit {code}\n{launch.output[-4000:]}"
+    assert code not in (None, 0, 2), said
+    assert seconds < limit_s, said
+    if victim == "cli" and manner == "SIGKILL":
+        line = next(line for line in launch.output.splitlines() if line.startswith("the run ends because of"))
+    else:
+        line = last_line(launch.output)
+    who = rf"rank {victim[-1]} (" if victim.startswith("rank") and run_dir.exists() else "rank "
+    assert line.startswith(f"the run ends because of {who}"), said
+    assert not left_in_shm(run_dir.name), said
+    role = {"0": "target", "1": "target", "2": "drafter", "3": "drafter"}.get(victim[-1], victim)
+    when = "within a step" if run_dir.exists() else "while it imports"
+    return Kill(role, when, manner, True, round(seconds, 1), int(code or 0), line)
+
+
+# -- docs/failures.md ---------------------------------------------------------------------------------------------------
+
+
+def write_down(config: pytest.Config, kind: str, kills: list[Kill]) -> None:
+    """Keep this test's kills and write the document from those of both tests."""
+    assert config.cache is not None
+    folder = config.cache.mkdir("kills")
+    (folder / f"{kind}.json").write_text(json.dumps([asdict(kill) for kill in kills]))
+    known = [Kill(**kill) for file in sorted(folder.glob("*.json")) for kill in json.loads(file.read_text())]
+    if len(known) < 100:
+        return
+    quick = [kill.seconds for kill in known if kill.manner not in ("SIGSTOP", "hang")]
+    load = f"{platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[1]:.1f}"
+    DOCUMENT.write_text(
+        "# What happens when something dies\n\n"
+        "Written by `tests/integration/test_kill_matrix.py` (`pytest -m slow`); do not edit by hand. Every row was done to\n"
+        "real processes: 2 target ranks (tensor parallel) and 2 drafter ranks over gloo on a CPU machine. After each kill\n"
+        "the test asserts that every process of the run is gone in time, that the exit code is neither 0 nor 2, that the\n"
+        "last line on the screen names rank, role, cause and log, that only the guilty rank's traceback is on the screen,\n"
+        "that `status` says DEAD and names the rank once, and that nothing is left in /dev/shm. The next launch starts at\n"
+        "once, on the same port. Kills are chained (kill, resume, kill, …); every chain ends with the weights of the run\n"
+        "that nobody disturbed, bit for bit, and every entry was trained exactly once, in the same order.\n\n"
+        f"{len(known)} kills ({sum(kill.real for kill in known)} of them through the real `deepspeed` command); {load}.\n"
+        f"Gone after {statistics.median(quick):.1f} s (median), {max(quick):.1f} s (most), hangs apart: those are ended\n"
+        f"within `ring.timeout_s` ({RING_TIMEOUT_S} s here), and the stacks of all ranks lie in the run folder's `stacks/`.\n\n"
+        + table(known) + "\n",
+        encoding="utf-8",
+    )  # fmt: skip
