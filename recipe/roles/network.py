@@ -9,10 +9,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import select
+import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, RunError
 from recipe.telemetry.provenance import redact_argv
 
 INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -51,6 +55,37 @@ def _cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
         return ConfigError("master_addr", host, rule, "name an address of the hostfile's first host: --master_addr")
     rule = f"rank 0 cannot listen there ({error.strerror})"
     return ConfigError("master_port", port, rule, "take another port: --master-port PORT")
+
+
+def await_listener(host: str, port: int, who: str, limit_s: float) -> None:
+    """Wait until somebody listens at ``host``:``port``: rank 0 may still be importing, or may have died before that.
+
+    SIGTERM and SIGINT are blocked and nobody watches yet, so this looks for them itself, and for an ssh session or a
+    terminal that has gone. Raises RunError.
+    """
+    started, said, parent = time.monotonic(), 0.0, os.getppid()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2.0).close()
+            return
+        except OSError as error:
+            cause = error.strerror or str(error)
+        waited = time.monotonic() - started
+        if signal.sigpending() & {signal.SIGTERM, signal.SIGINT} or os.getppid() != parent or _output_is_gone():
+            raise RunError(f"{who}: told to end while it waited for rank 0 at {host}:{port}")
+        if waited > limit_s:
+            raise RunError(f"{who}: rank 0 at {host}:{port} cannot be reached after {waited:.0f} s ({cause})")
+        if waited - said > 30.0:
+            said = waited
+            print(f"{who} has waited {waited:.0f} s for rank 0 at {host}:{port} ({cause})", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+
+
+def _output_is_gone() -> bool:
+    """Whether nobody reads our stderr any more: what a rank sees of an ssh session that was cut."""
+    poll = select.poll()
+    poll.register(2, select.POLLERR)
+    return bool(poll.poll(0))
 
 
 def settle_interface(host: str, nodes: int) -> str | None:

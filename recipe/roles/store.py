@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from recipe.errors import RunError
-from recipe.roles.network import listen
+from recipe.roles.network import await_listener, listen
 from recipe.roles.role import Role
 
 CONNECT_TIMEOUT_S = 300.0
@@ -41,6 +41,8 @@ class ControlStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torch itself would listen on every interface; our socket is on the one address that the launch names.
         listener = listen(host, port, role.nodes).detach() if serve else None
+        if not serve:
+            await_listener(host, port, role.name, timeout_s)
         try:
             store = dist.TCPStore(
                 host,
