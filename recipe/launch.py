@@ -22,8 +22,8 @@ from recipe.config.feasibility import ring_size
 from recipe.data.ensure import ensure_rows
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule
-from recipe.drafter.checkpoint import find_resume, steps_of
-from recipe.drafter.identity import identity
+from recipe.drafter.checkpoint import steps_of
+from recipe.drafter.resume import Resume, plan_resume, worlds_from_json
 from recipe.errors import ConfigError, RunError
 from recipe.ring import Ring, ring_path
 from recipe.roles.network import settle_interface
@@ -80,7 +80,8 @@ class Launch:
             compare(self.role.node, facts(self.config, rows), agreed["facts"])
             if not self.args.dry_run:  # a dry run writes nothing; its folder is node 0's own
                 probe_run_dir(self.role.node, Path(agreed["run_dir"]), agreed["run_id"])
-        schedule = Schedule.of(self.config, rows.lengths, self.role.nodes)
+        worlds = worlds_from_json(agreed["worlds"])
+        schedule = Schedule.of(self.config, rows.lengths, self.role.nodes, worlds)
         shape = TargetShape.resolve(self.config.dflash.target.path, self.config.dflash.target.revision)
         self.ring = self._meet(shape, rows, device)
         init_world(self.role, self.store, device, self.config.dflash.ring.timeout_s + 60.0)
@@ -141,23 +142,17 @@ class Launch:
         ensure_rows(resolved)
         unchecked = self.args.replace or self.args.dry_run
         notes = check(resolved, nodes=self.role.nodes, resume=None if unchecked else self.args.resume)
-        first_step = self._find_resume(resolved) if self.args.resume else 0
+        resume = self._find_resume(resolved) if self.args.resume else Resume(0, [], [])
         output_dir = tempfile.mkdtemp(prefix="dflash-check-") if self.args.dry_run else resolved.dflash.run.output_dir
         self.run_dir = RunDir.create(output_dir, resolved.dflash.run.name, self.args.resume, fresh=self.args.replace)
         common = facts(resolved, Rows.open(resolved.dflash.data.path)) if self.role.nodes > 1 else {}
         where = {"run_dir": str(self.run_dir.path), "run_id": self.run_dir.run_id}
-        return {"config": resolved.to_json(), "first_step": first_step, "notes": notes, "facts": common, **where}
+        going_on = {"first_step": resume.step, "worlds": resume.to_json(), "notes": [*notes, *resume.notes]}
+        return {"config": resolved.to_json(), "facts": common, **going_on, **where}
 
-    def _find_resume(self, resolved: RunConfig) -> int:
-        """The step to go on from; found before the run's folder is touched."""
-        rows = Rows.open(resolved.dflash.data.path)
-        folder = Path(resolved.dflash.run.output_dir) / resolved.dflash.run.name / "checkpoints"
-        step = find_resume(folder, identity(resolved, rows.fingerprint, self.role.nodes))
-        steps = Schedule.of(resolved, rows.lengths, self.role.nodes).total_steps
-        if step >= steps:
-            rule = f"the run has done all of its {steps} steps already"
-            raise ConfigError("--resume", resolved.dflash.run.name, rule, "raise run.max_steps, or start another run")
-        return step
+    def _find_resume(self, resolved: RunConfig) -> Resume:
+        """Where to go on; found before the run's folder is touched."""
+        return plan_resume(resolved, Rows.open(resolved.dflash.data.path), self.role.nodes)
 
     def _refuse(self, message: str | None) -> None:
         """A user's mistake: one message from one rank, exit 2 from all, nothing left behind."""

@@ -14,26 +14,6 @@ _DRAW_STREAM = 3
 
 
 @dataclass(frozen=True)
-class PendingBatch:
-    """A batch that must be produced again after a resume. It is computed whole (the same shapes give the same bits);
-    rows with ``uses_left`` 0 are not published."""
-
-    index: int  # its place in the node's production order
-    rows: np.ndarray  # int64[n], all rows of the batch
-    uses_left: np.ndarray  # int64[n], deliveries that are still to come
-
-
-@dataclass(frozen=True)
-class Pending:
-    """What is undelivered from micro-batch ``start`` on."""
-
-    start: int
-    rows: np.ndarray  # int64[m], in delivery order
-    reuse: np.ndarray  # int64[m]
-    batches: list[PendingBatch]  # in production order
-
-
-@dataclass(frozen=True)
 class Delivery:
     """Micro-batches of one node in delivery order; number j goes to the node's drafter j mod n.
 
@@ -88,16 +68,6 @@ class Delivery:
             held[in_flight + 1 :] -= freed[: len(self) - in_flight - 1]
         return int(held.max())
 
-    def first_needed(self, micro_batch_index: int) -> Pending:
-        """What a run resumed at ``micro_batch_index`` still has to deliver, and the batches to produce again for it."""
-        left = slice(self.starts[micro_batch_index], None)
-        uses = np.bincount(self.rows[left], minlength=len(self.lengths))
-        batches = [
-            PendingBatch(int(b), self.target_batches[b], uses[self.target_batches[b]])
-            for b in np.unique(self.batch[left]).tolist()
-        ]
-        return Pending(micro_batch_index, self.rows[left], self.reuse[left], batches)
-
 
 def plan_delivery(
     batches: Sequence[np.ndarray],
@@ -107,12 +77,14 @@ def plan_delivery(
     reuse: int,
     min_ready: int,
     token_budget: int,
+    wanted: np.ndarray | None = None,
 ) -> Delivery:
     """Draw every (row, reuse index) once, at random from a reservoir of about ``min_ready`` batches.
 
     Item keys are `batch index + u`, u uniform in [0, 2·``min_ready``): half of the last 2·min_ready batches wait at any
     time. Sorted by key and cut greedily into micro-batches of at most ``token_budget`` tokens; a row that a micro-batch
-    holds already moves to the next one. ``batches``: a node's, from `EpochPlan.batches`; ``lengths``: of all rows.
+    holds already moves to the next one. ``batches``: a node's, from `EpochPlan.batches`; ``lengths``: of all rows;
+    ``wanted`` bool [reuse, rows]: the deliveries to make, None for all.
     """
     if len(batches) == 0:
         return _empty(lengths)
@@ -129,6 +101,9 @@ def plan_delivery(
     order = np.argsort(np.concatenate(keys), kind="stable")
     del keys
     use_of, place = np.divmod(order, len(in_batch))
+    if wanted is not None:
+        kept = wanted[use_of, in_batch[place]]
+        use_of, place = use_of[kept], place[kept]
     rows, batch = in_batch[place], index[place]
     del place, order
     starts, moved = _cut(rows, lengths, token_budget, distinct=reuse > 1)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.data.delivery import Delivery, Pending, PendingBatch, plan_delivery
+from recipe.data.delivery import Delivery, plan_delivery
 from recipe.data.hashing import hash64, key_of
 from recipe.errors import ConfigError
 
-__all__ = ["Delivery", "EpochPlan", "Pending", "PendingBatch", "plan_delivery", "plan_epoch"]
+__all__ = ["Delivery", "EpochPlan", "plan_delivery", "plan_epoch"]
 
 # Rows that are sorted by length together. Larger: less padding; smaller: batches nearer to a random sample. With 4,096
 # rows a batch of 64 spans 1.6 % of the length distribution, and the reservoir of `plan_delivery` mixes batches anyway.

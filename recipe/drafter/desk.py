@@ -106,7 +106,7 @@ class Desk:
             self.scene.device,
             first_step=first_step,
             steps=schedule.total_steps,
-            epoch_of=lambda step: schedule.locate(step)[0],
+            epoch_of=schedule.epoch_of,
             log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
         )
         return self.reporter

@@ -7,8 +7,12 @@ from typing import Any
 from recipe.config import RunConfig
 
 
-def identity(config: RunConfig, rows: str, nodes: int) -> dict[str, Any]:
-    """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows."""
+def identity(config: RunConfig, rows: str) -> dict[str, Any]:
+    """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows.
+
+    Not part of it, because it may change: number and place of target and drafter ranks, nodes, accumulation, ZeRO
+    stage, optimizer and schedule settings, objective, epochs.
+    """
     ours = config.dflash
     drafter = ours.drafter
     return {
@@ -29,7 +33,4 @@ def identity(config: RunConfig, rows: str, nodes: int) -> dict[str, Any]:
         "dflash.run.seed": ours.run.seed,
         "dflash.ring.reuse": ours.ring.reuse,
         "dflash.ring.min_ready": ours.ring.min_ready,
-        "number of nodes": nodes,
-        "number of drafter ranks on a node": len(ours.layout.drafter_gpus),
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
     }

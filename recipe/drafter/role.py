@@ -34,11 +34,14 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     checkpoints = Checkpoints(
         scene.run_path / "checkpoints",
         engine.module.config,
-        identity(scene.config, scene.rows.fingerprint, scene.role.nodes),
+        identity(scene.config, scene.rows.fingerprint),
+        scene.schedule,
         scene.config.dflash.run.keep,
         scene.role.is_leader,
+        scene.device,
     )
     if scene.resume:
+        checkpoints.clean()
         checkpoints.restore(engine, scene.first_step)
     feed = _feed(scene)
     scene.watchdog.progress("ready")
@@ -112,7 +115,7 @@ def _engine(scene: Scene) -> Any:
 
         _, weights = load_drafter(ours.drafter.init_from, config)
         module.load_state_dict(weights)
-    steps = scene.schedule.total_steps
+    steps = scene.schedule.rate_steps
     settings = scene.config.deepspeed_dict(steps, scene.config.warmup_steps(steps))
     return build_engine(module.to(scene.device), settings)
 

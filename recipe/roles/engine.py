@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.errors import RunError
+from recipe.roles.optimizer_state import load_state, save_state
 
 
 def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
@@ -39,18 +40,14 @@ def learning_rate(engine: Any) -> float:
     return float(engine.get_lr()[0])
 
 
-def save_engine(engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-    """Every rank of the drafter world must call it."""
-    if engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False) is False:
-        raise RunError(f"DeepSpeed could not save {folder / tag}")
+def save_engine(engine: Any, file: Path) -> dict[str, Any]:
+    """Write this rank's part of masters and moments to ``file``; returns what all ranks share. Raises OSError."""
+    return save_state(engine, file)
 
 
-def load_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
-    """Restore parameters, masters, optimizer and schedule. Returns the client state. Every rank must call it."""
-    path, client_state = engine.load_checkpoint(str(folder), tag=tag)
-    if path is None:
-        raise RunError(f"DeepSpeed found no checkpoint at {folder / tag}")
-    return client_state
+def load_engine(engine: Any, files: Sequence[Path], facts: dict[str, Any], lr_shift: int = 0) -> None:
+    """Restore what `save_engine` of any number of ranks wrote. Every rank must call it."""
+    load_state(engine, files, facts, lr_shift)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -77,6 +77,11 @@ def sum_over_world(values: list[float], device: torch.device) -> list[float]:
     return tensor.tolist()
 
 
+def world_place() -> tuple[int, int]:
+    """(rank, size) within this role's world."""
+    return dist.get_rank(), dist.get_world_size()
+
+
 def world_barrier() -> None:
     """All ranks of this role's world."""
     dist.barrier()

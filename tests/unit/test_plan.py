@@ -127,24 +127,6 @@ def test_peak_pages_equals_a_simulation(reuse: int, min_ready: int, in_flight: i
     assert drawn.peak_pages(128, in_flight) == peak
 
 
-def test_resuming_delivers_the_rest_exactly() -> None:
-    lengths = chat_lengths(200, longest=1000)
-    batches = plan_epoch(lengths, 1, 0, 4096, 8).batches(0)
-    drawn = plan_delivery(batches, lengths, 1, 0, 2, 3, 4096)
-    for j in (0, 5, len(drawn) - 1, len(drawn)):
-        pending = drawn.first_needed(j)
-        done = {(int(r), int(u)) for rows, uses in drawn.micro_batches[:j] for r, u in zip(rows, uses, strict=True)}
-        rest = [(int(r), int(u)) for r, u in zip(pending.rows, pending.reuse, strict=True)]
-        assert len(rest) == len(set(rest)) == 400 - len(done) and not done & set(rest)
-        wanted: dict[int, int] = {}
-        for row, _ in rest:
-            wanted[row] = wanted.get(row, 0) + 1
-        again = {int(r): int(u) for b in pending.batches for r, u in zip(b.rows, b.uses_left, strict=True) if u}
-        assert again == wanted
-        assert [b.index for b in pending.batches] == sorted(b.index for b in pending.batches)
-        assert all(b.uses_left.any() and (b.rows == batches[b.index]).all() for b in pending.batches)
-
-
 def test_the_reservoir_mixes_batches() -> None:
     """A micro-batch draws from many target batches, and no further back than 2·min_ready of them."""
     lengths = np.full(8000, 100, dtype=np.int32)
