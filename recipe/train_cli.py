@@ -100,8 +100,7 @@ def _command(args: argparse.Namespace, config: RunConfig, nodes: list[str]) -> l
     script = Path(sys.executable).with_name("deepspeed")
     launcher = [str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
     if nodes:
-        # -k: pdsh ends the other nodes when one of them fails before the ranks can tell each other.
-        launcher += ["--hostfile", args.hostfile, "--launcher_args=-k"]
+        launcher += ["--hostfile", args.hostfile]
         if args.master_port:
             launcher += ["--master_port", str(args.master_port)]
     else:
