@@ -49,8 +49,23 @@ def default_target_layer_ids(num_layers: int, taps: int = 5) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class MoeShape:
+    """Mixture of experts: ``experts`` of ``intermediate_size`` columns, ``experts_per_token`` of them active, and (0 if
+    there is none) the columns of the expert that every token passes. ``layers``: whether each layer is such a mixture;
+    the others have a dense MLP.
+    """
+
+    experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class TargetShape:
-    """Sizes of a decoder-only language model. The ``linear_*`` fields are None unless it has DeltaNet layers.
+    """Sizes of a decoder-only language model. The ``linear_*`` fields are None unless it has DeltaNet layers,
+    ``moe`` is None unless it has mixtures of experts.
 
     ``layer_types`` has one of "full_attention", "linear_attention", "sliding_attention" per layer. ``text_config`` is
     the text part of ``config.json``, from which transformers builds the model. ``model_type`` is the text model's,
@@ -75,6 +90,7 @@ class TargetShape:
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
+    moe: MoeShape | None = None
     text_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -138,7 +154,22 @@ def _sizes(text: dict[str, Any]) -> dict[str, Any]:
     if "linear_attention" in layer_types:
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
             sizes[f"linear_{name}"] = int(text[f"linear_{name}"])
+    experts = text.get("num_experts") or text.get("num_local_experts")  # transformers writes the latter
+    if experts and text.get("moe_intermediate_size"):
+        sizes["moe"] = _moe(text, int(experts))
     return sizes
+
+
+def _moe(text: dict[str, Any], experts: int) -> MoeShape:
+    layers, step = int(text["num_hidden_layers"]), int(text.get("decoder_sparse_step") or 1)
+    dense = set(text.get("mlp_only_layers") or ())
+    return MoeShape(
+        experts=experts,
+        experts_per_token=int(text["num_experts_per_tok"]),
+        intermediate_size=int(text["moe_intermediate_size"]),
+        shared_intermediate_size=int(text.get("shared_expert_intermediate_size") or 0),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    )
 
 
 def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:

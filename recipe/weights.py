@@ -70,12 +70,12 @@ class Checkpoint:
         return self._read(name, lambda: handle.get_tensor(self._keys[name]))
 
     def cut(self, name: str, dim: int, start: int, stop: int, device: str | torch.device = "cpu") -> torch.Tensor:
-        """``tensor[start:stop]`` along ``dim`` 0 or 1, reading no other byte than needed, straight to ``device``."""
+        """``tensor[start:stop]`` along ``dim``, reading no other byte than needed, straight to ``device``."""
         piece = self._slice(name, str(device))
         size = piece.get_shape()[dim]
         if not 0 <= start <= stop <= size:
             raise ConfigError(str(self.file_of(name)), [start, stop], f"{name!r} has size {size} in dim {dim}", FIX)
-        return self._read(name, lambda: piece[start:stop] if dim == 0 else piece[:, start:stop])
+        return self._read(name, lambda: piece[(slice(None),) * dim + (slice(start, stop),)])
 
     def rows(self, name: str, start: int, stop: int, device: str | torch.device = "cpu") -> torch.Tensor:
         """Rows ``[start, stop)`` of a tensor."""

@@ -7,9 +7,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, RowParallel
 from torch import nn
 
+from recipe.errors import RunError
 from recipe.roles.worlds import disable_shm_all_reduce
 
 
@@ -71,10 +72,31 @@ class RowShard(_AlreadyCut, LinearAllreduce):
     """This rank's columns of a linear layer's weight: [out, local_in]; all ranks' products are summed over the group.
 
     ``bias`` [out] is whole on every rank and added once, after the sum. ``local_in`` may be 0: such a rank adds zeros.
+    Without ``reduce`` the product stays partial (and there may be no bias): the caller sums it together with others.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup | None, reduce: bool = True
+    ) -> None:
         super().__init__(_Cut(weight, bias), group)
+        if bias is not None and not reduce:
+            raise RunError("a bias would be added once per rank")
+        self.reduce = reduce
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.reduce:
+            return super().forward(input)
+        return torch.matmul(input, self.weight.transpose(-1, -2))
+
+
+class SumOverRanks:
+    """Forward hook of a module whose output is this rank's partial sum: replaces it by the sum over the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __call__(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return RowParallel.apply(self.group, output, True)
 
 
 class IdleMixer(nn.Module):
@@ -130,5 +152,5 @@ def inference_engine(
         dtype=dtype,
         tensor_parallel={"tp_size": tp_size, "mpu": _GroupUnit(group), "tp_group": group},
         replace_with_kernel_inject=False,
-        injection_policy={_NothingToReplace: ("down_proj",)},
+        injection_policy={_NothingToReplace: ("embed_tokens",)},  # DeepSpeed wants a name that exists
     )

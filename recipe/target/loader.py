@@ -17,6 +17,7 @@ from recipe.roles.tensor_parallel import inference_engine
 from recipe.shapes import TargetShape
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.model import build_meta_model, parameter_shapes, shard_model
+from recipe.target.pieces import Piece, pieces_of
 from recipe.target.shard_plan import ShardPlan
 from recipe.weights import Checkpoint
 
@@ -92,16 +93,24 @@ def load_parameters(
 ) -> None:
     """Fills every (meta) parameter of a sharded model with this rank's part, file after file, on ``device``."""
     start, bytes_read = time.monotonic(), 0
-    parameters = dict(model.named_parameters())
-    left = Counter(_layer_of(name) for name in parameters)
+    parameters, names = dict(model.named_parameters()), frozenset(checkpoint.names)
+    cuts = {name: plan.cut(rank, name) for name in parameters}
+    pieces = [piece for name in parameters for piece in pieces_of(name, full_shapes[name], cuts[name], names)]
+    left = Counter(_layer_of(piece.parameter) for piece in pieces)
     layers = sum(layer >= 0 for layer in left)
-    order = {file: i for i, file in enumerate(dict.fromkeys(map(checkpoint.file_of, parameters)))}
-    for name in sorted(parameters, key=lambda name: order[checkpoint.file_of(name)]):  # stable: layers in order
-        checkpoint.expect(name, full_shapes[name])
-        value = _read_part(checkpoint, name, plan, rank, full_shapes[name], parameters[name].dtype, device)
-        module_name, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))
-        bytes_read += value.nbytes
+    order = {file: i for i, file in enumerate(dict.fromkeys(checkpoint.file_of(piece.source) for piece in pieces))}
+    for piece in sorted(pieces, key=lambda piece: order[checkpoint.file_of(piece.source)]):  # stable: layers in order
+        checkpoint.expect(piece.source, piece.full)
+        name = piece.parameter
+        if parameters[name].is_meta:
+            local = plan.local_shape(rank, name, full_shapes[name])
+            value = torch.empty(local, dtype=parameters[name].dtype, device=device)
+            parameters[name] = nn.Parameter(value, requires_grad=False)
+            module_name, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_name), attribute, parameters[name])
+        place = parameters[name].data[piece.place]
+        _read_piece(checkpoint, piece, place)
+        bytes_read += place.nbytes
         left[_layer_of(name)] -= 1
         if progress is not None and left[_layer_of(name)] == 0:
             done = sum(layer >= 0 and count == 0 for layer, count in left.items())
@@ -110,8 +119,13 @@ def load_parameters(
 
 
 def rebuild_rotary(model: Any, device: torch.device) -> None:
-    """A fresh rotary embedding, with its fp32 ``inv_freq``, in place of one that was built on meta or rounded."""
+    """A fresh rotary embedding, with its fp32 ``inv_freq``, in place of one that was built on meta or rounded; and
+    Gemma's fp32 factor of the embedding likewise.
+    """
     model.rotary_emb = type(model.rotary_emb)(config=model.config).to(device)
+    scale = getattr(model.embed_tokens, "scalar_embed_scale", None)
+    if scale is not None:
+        model.embed_tokens.embed_scale = torch.tensor(scale, device=device)
 
 
 def check_loaded(
@@ -171,24 +185,16 @@ def _layer_of(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
-def _read_part(
-    checkpoint: Checkpoint,
-    name: str,
-    plan: ShardPlan,
-    rank: int,
-    full: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    value = torch.empty(plan.local_shape(rank, name, full), dtype=dtype, device=device)
-    cut = plan.cut(rank, name)
-    if cut is None:
-        return value.copy_(checkpoint.tensor(name, device))
+def _read_piece(checkpoint: Checkpoint, piece: Piece, place: torch.Tensor) -> None:
+    """Straight into ``place``, a view of this rank's parameter on its device."""
+    if piece.cut is None:
+        place.copy_(checkpoint.tensor(piece.source, place.device))
+        return
     offset = 0
-    for start, stop in cut.ranges:
-        value.narrow(cut.dim, offset, stop - start).copy_(checkpoint.cut(name, cut.dim, start, stop, device))
+    for start, stop in piece.cut.ranges:
+        value = checkpoint.cut(piece.source, piece.cut.dim, start, stop, place.device)
+        place.narrow(piece.cut.dim, offset, stop - start).copy_(value)
         offset += stop - start
-    return value
 
 
 def _may_be_absent(plan: ShardPlan, rank: int, name: str) -> bool:
@@ -201,6 +207,11 @@ def _may_be_absent(plan: ShardPlan, rank: int, name: str) -> bool:
 def _check_heads(model: Any, plan: ShardPlan, rank: int) -> None:
     part = plan.ranks[rank]
     for index, layer in enumerate(model.layers):
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None and part.experts is not None:
+            columns = part.experts[1] - part.experts[0]
+            if (experts.intermediate_dim, experts.down_proj.shape[-1]) != (columns, columns):
+                raise RunError(f"rank {rank}: layer {index} has experts of {experts.intermediate_dim} columns")
         attention, delta = getattr(layer, "self_attn", None), getattr(layer, "linear_attn", None)
         expected: tuple[int, ...]
         found: tuple[int, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard, adopt_process_group
+from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard, SumOverRanks, adopt_process_group
 from recipe.shapes import TargetShape
 from recipe.target.shard_plan import Heads, RankPlan, ShardPlan
 
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 
 def build_meta_model(
-    shape: TargetShape, num_layers: int, final_norm: bool, dtype: torch.dtype, attention: str = "sdpa"
+    shape: TargetShape, num_layers: int, final_norm: bool, dtype: torch.dtype, attention: str | None = None
 ) -> nn.Module:
     """transformers' own decoder (no head) with the first ``num_layers`` layers, all parameters on the meta device.
 
-    Without ``final_norm`` the norm after the last layer is left out: a model trimmed after its deepest tap needs none.
+    ``attention``: transformers' own choice where None. Without ``final_norm`` the norm after the last layer is left
+    out: a model trimmed after its deepest tap needs none.
     """
     settings = {key: value for key, value in shape.text_config.items() if key != "model_type"}
     settings["num_hidden_layers"] = num_layers
-    settings["layer_types"] = list(shape.layer_types[:num_layers])
+    if shape.hybrid or settings.get("layer_types"):  # elsewhere transformers knows them better (Gemma alternates)
+        settings["layer_types"] = list(shape.layer_types[:num_layers])
     settings["use_cache"] = False
     config = AutoConfig.for_model(shape.text_config["model_type"], **settings)
     with torch.device("meta"):
@@ -56,9 +58,37 @@ def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int
             _shard_delta_net(layer, shape, part, group)
         else:
             _shard_attention(layer, shape, part, group)
-        for name in ("gate_proj", "up_proj"):
-            _column(layer.mlp, "mlp", name, part, group)
-        layer.mlp.down_proj = _row(layer.mlp, "mlp", "down_proj", part, group)
+        if hasattr(layer.mlp, "experts"):
+            _shard_mixture(layer.mlp, part, group)
+        else:
+            _shard_mlp(layer.mlp, "mlp", part, group, reduce=True)
+    _choose_experts_implementation(model, plan)
+
+
+def _shard_mlp(module: nn.Module, prefix: str, part: RankPlan, group: ProcessGroup | None, reduce: bool) -> None:
+    for name in ("gate_proj", "up_proj"):
+        _column(module, prefix, name, part, group)
+    module.down_proj = _row(module, prefix, "down_proj", part, group, reduce)
+
+
+def _shard_mixture(block: Any, part: RankPlan, group: ProcessGroup | None) -> None:
+    """The router stays whole; experts and shared expert give partial sums, which are added before one all-reduce."""
+    for name in ("gate_up_proj", "down_proj"):
+        full, cut = getattr(block.experts, name), part.cuts[f"mlp.experts.{name}"]
+        local = [cut.size if dim == cut.dim else size for dim, size in enumerate(full.shape)]
+        setattr(block.experts, name, _meta_parameter(tuple(local), full.dtype))
+    block.experts.intermediate_dim = part.cuts["mlp.experts.down_proj"].size
+    if hasattr(block, "shared_expert"):
+        _shard_mlp(block.shared_expert, "mlp.shared_expert", part, group, reduce=False)
+    block.register_forward_hook(SumOverRanks(group))
+
+
+def _choose_experts_implementation(model: nn.Module, plan: ShardPlan) -> None:
+    """Grouped matrix products want rows of whole 16 bytes; experts cut finer than that are computed one by one."""
+    sizes = [rank.experts[1] - rank.experts[0] for rank in plan.ranks if rank.experts is not None]
+    itemsize = next(model.parameters()).element_size()
+    if any(size == 0 or size * itemsize % 16 for size in sizes):
+        model.config._experts_implementation = "eager"
 
 
 def _shard_attention(layer: Any, shape: TargetShape, part: RankPlan, group: ProcessGroup | None) -> None:
@@ -135,8 +165,10 @@ def _column(
     setattr(parent, name, ColumnShard(weight, bias, group, select, unit))
 
 
-def _row(parent: nn.Module, prefix: str, name: str, part: RankPlan, group: ProcessGroup | None) -> RowShard:
+def _row(
+    parent: nn.Module, prefix: str, name: str, part: RankPlan, group: ProcessGroup | None, reduce: bool = True
+) -> RowShard:
     full = parent.get_submodule(name)
     weight = _meta_parameter((full.weight.shape[0], part.cuts[f"{prefix}.{name}.weight"].size), full.weight.dtype)
     bias = None if full.bias is None else _meta_parameter(tuple(full.bias.shape), full.bias.dtype)
-    return RowShard(weight, bias, group)
+    return RowShard(weight, bias, group, reduce)

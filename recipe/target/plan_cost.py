@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from recipe.config import RunConfig
 from recipe.shapes import TargetShape
+from recipe.target.architectures import ARCHITECTURES, attention_biases
 from recipe.target.shard_plan import ShardPlan
 
 H200_TARGET_TFLOPS = 600.0  # one H200, bf16, compiled decoder layers (reference/performance.md: 608)
@@ -53,12 +54,16 @@ def plan_table(
 
 
 def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
-    """Matrix parameters that ``rank`` multiplies with in one layer, by kind of mixer, and in its "mlp"."""
+    """Matrix parameters that ``rank`` multiplies a token with in one layer: by kind of mixer, in a dense "mlp", and in
+    a "mixture" of experts (those that are active, the shared one and the whole router).
+    """
     part, hidden, head = plan.ranks[rank], shape.hidden_size, shape.head_dim
-    query_width = 3 if shape.model_type == "qwen3_5" else 2  # query (and gate) in, output back
+    query_width = 3 if ARCHITECTURES[shape.model_type].gated else 2  # query (and gate) in, output back
     attention = hidden * head * (query_width * part.attention.count + 2 * part.attention.shared_count)
     result = {"full_attention": attention, "mlp": 3 * hidden * (part.mlp[1] - part.mlp[0])}
     result["sliding_attention"] = attention
+    if shape.moe is not None:
+        result["mixture"] = _mixture(shape, plan, rank, shape.moe.experts_per_token)
     if part.delta is not None:
         key, value = shape.linear_key_head_dim or 0, shape.linear_value_head_dim or 0
         # value, gate z and output projection have one block per value head; b and a one row each
@@ -68,31 +73,48 @@ def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, 
     return result
 
 
+def _mixture(shape: TargetShape, plan: ShardPlan, rank: int, experts: int) -> int:
+    """Matrix parameters of ``experts`` of a mixture's experts on ``rank``, of its shared expert and of its router."""
+    part, moe = plan.ranks[rank], shape.moe
+    assert moe is not None and part.experts is not None
+    own, shared = part.experts, part.shared_expert or (0, 0)
+    router = moe.experts + (1 if moe.shared_intermediate_size else 0)
+    return shape.hidden_size * (3 * experts * (own[1] - own[0]) + 3 * (shared[1] - shared[0]) + router)
+
+
 def rank_parameters(shape: TargetShape, plan: ShardPlan, rank: int, depth: int, final_norm: bool) -> int:
     """All parameters that ``rank`` holds: its matrices, small vectors, and the whole embedding."""
     part, hidden = plan.ranks[rank], shape.hidden_size
     matrices = layer_matrices(shape, plan, rank)
-    bias = bool(shape.text_config.get("attention_bias", shape.model_type == "qwen2"))
+    norms = ARCHITECTURES[shape.model_type].norms * hidden
     total = shape.vocab_size * hidden + (hidden if final_norm else 0)
-    for kind in shape.layer_types[:depth]:
-        total += matrices["mlp"] + matrices[kind] + 2 * hidden
-        if shape.text_config.get("mlp_bias"):
+    for kind, sparse in mixers_and_mixtures(shape, depth):
+        total += matrices[kind] + norms
+        total += _mixture(shape, plan, rank, shape.moe.experts) if sparse and shape.moe else matrices["mlp"]
+        if shape.text_config.get("mlp_bias") and not sparse:
             total += 2 * (part.mlp[1] - part.mlp[0]) + hidden
         if kind == "linear_attention":
             total += _delta_vectors(shape, plan, rank)
         else:
-            total += _attention_vectors(shape, plan, rank, bias)
+            total += _attention_vectors(shape, plan, rank)
     return total
 
 
-def _attention_vectors(shape: TargetShape, plan: ShardPlan, rank: int, bias: bool) -> int:
-    heads, head, model_type = plan.ranks[rank].attention, shape.head_dim, shape.model_type
-    output_bias = shape.hidden_size if bias and model_type != "qwen2" else 0  # held by a rank without heads too
+def mixers_and_mixtures(shape: TargetShape, depth: int) -> list[tuple[str, bool]]:
+    """Of the first ``depth`` layers: the kind of mixer, and whether the MLP is a mixture of experts."""
+    sparse = shape.moe.layers if shape.moe is not None else (False,) * shape.num_layers
+    return list(zip(shape.layer_types[:depth], sparse[:depth], strict=True))
+
+
+def _attention_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
+    heads, head, architecture = plan.ranks[rank].attention, shape.head_dim, ARCHITECTURES[shape.model_type]
+    biases = attention_biases(shape)
+    output_bias = shape.hidden_size if "o_proj" in biases else 0  # held by a rank without heads too
     if heads.count == 0:
         return output_bias
-    queries = heads.count * (2 if model_type == "qwen3_5" else 1)
-    qkv_bias = head * (queries + 2 * heads.shared_count) if bias else 0
-    return output_bias + qkv_bias + (2 * head if model_type in ("qwen3", "qwen3_5") else 0)
+    queries = heads.count * (2 if architecture.gated else 1)
+    qkv_bias = head * (queries + 2 * heads.shared_count) if "q_proj" in biases else 0
+    return output_bias + qkv_bias + (2 * head if architecture.head_norms else 0)
 
 
 def _delta_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
@@ -105,13 +127,13 @@ def _delta_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
 
 
 def _row(shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, final_norm: bool, tflops: float) -> PlanRow:
-    tp, kinds = plan.tp, shape.layer_types[:depth]
+    tp, layers = plan.tp, mixers_and_mixtures(shape, depth)
     whole = layer_matrices(shape, ShardPlan.build(shape, 1), 0)
     per_rank = [layer_matrices(shape, plan, rank) for rank in range(tp)]
     slowest = {kind: max(rank[kind] for rank in per_rank) for kind in whole}
 
     def model_sum(layer: dict[str, int]) -> int:
-        return sum(layer[kind] + layer["mlp"] for kind in kinds)
+        return sum(layer[kind] + layer["mixture" if sparse else "mlp"] for kind, sparse in layers)
 
     efficiency = model_sum(whole) / tp / model_sum(slowest)
     deltas = [rank.delta for rank in plan.ranks if rank.delta is not None]

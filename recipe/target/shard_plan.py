@@ -1,8 +1,11 @@
 """The shard plan: plain data that says which rows or columns of each checkpoint tensor a tensor-parallel rank holds.
 
 Query heads (and DeltaNet value heads) are cut as evenly as they go; the key/value heads that they read are repeated on
-every rank that needs them; the MLP is cut in grains. Column-cut layers (q, k, v, gate, up, in_proj_*) take rows of the
-weight, row-cut layers (o, out, down) the matching columns, and their products are summed over the ranks.
+every rank that needs them; the MLP is cut in grains. Of a mixture of experts every rank holds its columns of every
+expert, so that its share of the work does not depend on which experts the tokens choose.
+
+Column-cut layers (q, k, v, gate, up, in_proj_*) take rows of the weight, row-cut layers (o, out, down) the matching
+columns, and their products are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import Any
 
 from recipe.errors import ConfigError, RunError, nearest
 from recipe.shapes import TargetShape
+from recipe.target.architectures import ARCHITECTURES
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_5")
+SUPPORTED = tuple(ARCHITECTURES)
 GRAINS = (64, 32, 16, 8)  # of MLP columns; matrix units like multiples of 64 and need multiples of 8
 GRAIN_SLACK = 1.02  # a smaller grain is taken when the fullest rank would hold more than this times the ideal
 ROW_CUT = ("self_attn.o_proj", "linear_attn.out_proj", "mlp.down_proj")
@@ -24,9 +28,13 @@ REPLICATED = (
     "norm.weight",
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
     "linear_attn.norm.weight",
+    "mlp.gate.weight",  # the router: each rank must choose the same experts
+    "mlp.shared_expert_gate.weight",
     *(f"{module}.bias" for module in ROW_CUT),
 )
 Range = tuple[int, int]
@@ -76,13 +84,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds. ``delta`` is None for a dense model. ``cuts``: parameter name inside a layer -> Cut."""
+    """What one rank holds. ``delta`` is None for a model without DeltaNet. ``mlp``: columns of a dense MLP;
+    ``experts``: of each expert of a mixture, ``shared_expert``: of the one that every token passes (None: there is
+    none). ``cuts``: parameter name inside a layer -> Cut.
+    """
 
     rank: int
     attention: Heads
     delta: Heads | None
     mlp: Range
     cuts: dict[str, Cut]
+    experts: Range | None = None
+    shared_expert: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +120,12 @@ class ShardPlan:
         values: Sequence[Heads | None] = [None] * tp
         if shape.hybrid:
             values = split_heads(shape.linear_num_value_heads or 0, shape.linear_num_key_heads or 1, tp)
-        columns = split_columns(shape.intermediate_size, tp)
-        parts = zip(queries, values, columns, strict=True)
+        dense = split_columns(shape.intermediate_size, tp)
+        experts, shared = _split_mixture(shape, tp)
+        parts = zip(queries, values, dense, experts, shared, strict=True)
         ranks = tuple(
-            RankPlan(rank, attention, delta, mlp, _cuts(shape, attention, delta, mlp))
-            for rank, (attention, delta, mlp) in enumerate(parts)
+            RankPlan(i, attention, delta, mlp, _cuts(shape, attention, delta, mlp, own, always), own, always)
+            for i, (attention, delta, mlp, own, always) in enumerate(parts)
         )
         return cls(shape.model_type, tp, ranks)
 
@@ -148,8 +162,12 @@ class ShardPlan:
             deltas = [r.delta for r in self.ranks if r.delta is not None]
             _verify_heads("DeltaNet", deltas, shape.linear_num_value_heads or 0, shape.linear_num_key_heads or 1)
         _verify_partition("MLP columns", [r.mlp for r in self.ranks], shape.intermediate_size)
+        if shape.moe is not None:
+            own, shared = [r.experts or (0, 0) for r in self.ranks], [r.shared_expert or (0, 0) for r in self.ranks]
+            _verify_partition("columns of each expert", own, shape.moe.intermediate_size)
+            _verify_partition("columns of the shared expert", shared, shape.moe.shared_intermediate_size)
         for rank in self.ranks:
-            wanted = _cuts(shape, rank.attention, rank.delta, rank.mlp)
+            wanted = _cuts(shape, rank.attention, rank.delta, rank.mlp, rank.experts, rank.shared_expert)
             for name in wanted.keys() | rank.cuts.keys():
                 if rank.cuts.get(name) != wanted.get(name):
                     raise RunError(
@@ -195,6 +213,15 @@ def _largest_power_of_two(columns: int, tp: int) -> int:
     return max((g for g in (4, 2) if columns % g == 0 and columns // g >= tp), default=1)
 
 
+def _split_mixture(shape: TargetShape, tp: int) -> tuple[Sequence[Range | None], Sequence[Range | None]]:
+    """Columns of each expert, and of the shared expert, by rank."""
+    nothing: Sequence[Range | None] = [None] * tp
+    if shape.moe is None:
+        return nothing, nothing
+    shared = shape.moe.shared_intermediate_size
+    return split_columns(shape.moe.intermediate_size, tp), split_columns(shared, tp) if shared else nothing
+
+
 def _require_whole_groups(shape: TargetShape) -> None:
     pairs = [("num_attention_heads", shape.num_attention_heads, shape.num_key_value_heads)]
     if shape.hybrid:
@@ -208,11 +235,18 @@ def _scaled(heads: Range, unit: int, offset: int = 0) -> Range:
     return (offset + heads[0] * unit, offset + heads[1] * unit)
 
 
-def _cuts(shape: TargetShape, attention: Heads, delta: Heads | None, mlp: Range) -> dict[str, Cut]:
+def _cuts(
+    shape: TargetShape,
+    attention: Heads,
+    delta: Heads | None,
+    mlp: Range,
+    experts: Range | None,
+    shared_expert: Range | None,
+) -> dict[str, Cut]:
     """Layer-internal parameter name -> Cut, for every parameter that is not replicated."""
     head = shape.head_dim
-    # qwen3_5 computes an output gate beside the query: q_proj's rows are [heads, (query, gate), head_dim].
-    query_rows = 2 * head if shape.model_type == "qwen3_5" else head
+    # A gated attention's q_proj has the rows [heads, (query, gate), head_dim].
+    query_rows = 2 * head if ARCHITECTURES[shape.model_type].gated else head
     rows: dict[str, tuple[Range, ...]] = {
         "self_attn.q_proj": (_scaled(attention.own, query_rows),),
         "self_attn.k_proj": (_scaled(attention.shared, head),),
@@ -222,6 +256,13 @@ def _cuts(shape: TargetShape, attention: Heads, delta: Heads | None, mlp: Range)
     }
     columns = {"self_attn.o_proj": _scaled(attention.own, head), "mlp.down_proj": mlp}
     cuts: dict[str, Cut] = {}
+    if shape.moe is not None and experts is not None:
+        up = _scaled(experts, 1, shape.moe.intermediate_size)
+        cuts["mlp.experts.gate_up_proj"] = Cut(1, (experts, up))  # [experts, (gate, up), hidden]
+        cuts["mlp.experts.down_proj"] = Cut(2, (experts,))  # [experts, hidden, columns]
+    if shared_expert is not None:
+        rows["mlp.shared_expert.gate_proj"] = rows["mlp.shared_expert.up_proj"] = (shared_expert,)
+        columns["mlp.shared_expert.down_proj"] = shared_expert
     if delta is not None:
         rows |= _delta_rows(shape, delta)
         columns["linear_attn.out_proj"] = _scaled(delta.own, shape.linear_value_head_dim or 0)

@@ -138,8 +138,8 @@ def test_broken_plans_are_refused() -> None:
 
 
 def test_unsupported_models_are_named() -> None:
-    with pytest.raises(ConfigError, match="gemma3"):
-        ShardPlan.build(shape_of(model_type="gemma3"), 2)
+    with pytest.raises(ConfigError, match="olmo2"):
+        ShardPlan.build(shape_of(model_type="olmo2"), 2)
     with pytest.raises(ConfigError, match="at least 1"):
         ShardPlan.build(QWEN, 0)
     with pytest.raises(ConfigError, match="not a multiple"):
