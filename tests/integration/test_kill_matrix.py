@@ -1,19 +1,16 @@
 """Kill anything at any time, resume, and get the run that you would have had: the kill matrix of docs/failures.md.
 
 The launches are real down to the DeepSpeed launcher's own code (`fork_server.py`); fifteen kills go through the real
-`deepspeed` command, imports and all. A resumed chain of kills must end with the never-killed run's weights, bit for bit,
-and its list of trained entries.
+`deepspeed` command, imports and all. A resumed chain of kills must end with the never-killed run's weights, bit for
+bit, and its list of trained entries.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import platform
 import random
 import signal
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,8 +23,17 @@ from safetensors.torch import load_file
 
 from recipe.train_cli import free_port
 from tests.integration.kills import (
-    GONE_S, HUNG_GONE_S, RING_TIMEOUT_S, Kill, Order, draw_orders, judge, last_line, left_in_shm, table,
-)  # fmt: skip
+    GONE_S,
+    HUNG_GONE_S,
+    RING_TIMEOUT_S,
+    Kill,
+    Order,
+    document,
+    draw_orders,
+    judge,
+    last_line,
+    left_in_shm,
+)
 from tests.integration.launches import REPOSITORY, ForkServer, Launch, fork_server, real_launch
 from tests.tiny import make_config, make_rows, make_target
 
@@ -43,7 +49,7 @@ class Workplace:
     folder: Path
     server: ForkServer
     steps: int = 0
-    count: Iterator[int] = itertools.count()
+    launched: int = 0
 
     def run_dir(self, name: str) -> Path:
         return self.folder / "runs" / name
@@ -55,7 +61,8 @@ class Workplace:
         return [*words, "--replace"] if self.run_dir(name).exists() else words
 
     def launch(self, name: str, order: Order | None = None, *more: str, **environment: str) -> Launch:
-        folder = self.folder / "launches" / f"{name}-{next(self.count)}"
+        self.launched += 1
+        folder = self.folder / "launches" / f"{name}-{self.launched}"
         deliveries = folder / "deliveries"
         launch = self.server.launch(
             folder, [*self.words(name), *more], DEATH=order and order.death(), DELIVERIES=str(deliveries),
@@ -90,7 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
         yield one
 
 
-# -- what must be equal -------------------------------------------------------------------------------------------------
+# -- what must be equal -----------------------------------------------------------------------------------------------
 
 
 def deliveries(launch: Launch, rank: int) -> list[str]:
@@ -143,7 +150,7 @@ def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill
     return left
 
 
-# -- the tests ----------------------------------------------------------------------------------------------------------
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_of_the_kill_matrix(tmp_path: Path, server: ForkServer) -> None:
@@ -234,7 +241,7 @@ def kill_for_real(launch: Launch, victim: str, manner: str, run_dir: Path) -> Ki
     return Kill(role, when, manner, True, round(seconds, 1), int(code or 0), line)
 
 
-# -- docs/failures.md ---------------------------------------------------------------------------------------------------
+# -- docs/failures.md -------------------------------------------------------------------------------------------------
 
 
 def write_down(config: pytest.Config, kind: str, kills: list[Kill]) -> None:
@@ -243,22 +250,5 @@ def write_down(config: pytest.Config, kind: str, kills: list[Kill]) -> None:
     folder = config.cache.mkdir("kills")
     (folder / f"{kind}.json").write_text(json.dumps([asdict(kill) for kill in kills]))
     known = [Kill(**kill) for file in sorted(folder.glob("*.json")) for kill in json.loads(file.read_text())]
-    if len(known) < 100:
-        return
-    quick = [kill.seconds for kill in known if kill.manner not in ("SIGSTOP", "hang")]
-    load = f"{platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[1]:.1f}"
-    DOCUMENT.write_text(
-        "# What happens when something dies\n\n"
-        "Written by `tests/integration/test_kill_matrix.py` (`pytest -m slow`); do not edit by hand. Every row was done to\n"
-        "real processes: 2 target ranks (tensor parallel) and 2 drafter ranks over gloo on a CPU machine. After each kill\n"
-        "the test asserts that every process of the run is gone in time, that the exit code is neither 0 nor 2, that the\n"
-        "last line on the screen names rank, role, cause and log, that only the guilty rank's traceback is on the screen,\n"
-        "that `status` says DEAD and names the rank once, and that nothing is left in /dev/shm. The next launch starts at\n"
-        "once, on the same port. Kills are chained (kill, resume, kill, …); every chain ends with the weights of the run\n"
-        "that nobody disturbed, bit for bit, and every entry was trained exactly once, in the same order.\n\n"
-        f"{len(known)} kills ({sum(kill.real for kill in known)} of them through the real `deepspeed` command); {load}.\n"
-        f"Gone after {statistics.median(quick):.1f} s (median), {max(quick):.1f} s (most), hangs apart: those are ended\n"
-        f"within `ring.timeout_s` ({RING_TIMEOUT_S} s here), and the stacks of all ranks lie in the run folder's `stacks/`.\n\n"
-        + table(known) + "\n",
-        encoding="utf-8",
-    )  # fmt: skip
+    if len(known) >= 100:
+        DOCUMENT.write_text(document(known), encoding="utf-8")
