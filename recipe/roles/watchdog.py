@@ -33,7 +33,7 @@ BLAME_S = 4.0  # an error that tells of a lost peer waits so long to learn who t
 SILENCE_S = 60.0  # a rank without a heartbeat, or a store without an answer, for this long is hung
 JOIN_S = 600.0  # every rank has sent its first heartbeat by then
 SLOW_S = 1800.0  # the longest that a phase may take that cannot say how it moves
-STEADY = ("producing", "training", "loading the target", "touching the ring's memory")
+STEADY = ("producing", "training", "evaluating", "loading the target", "touching the ring's memory")
 WAITING = ("torch/distributed/", "deepspeed/comm/", "recipe/ring/", "concurrent/futures/", "recipe/roles/store")
 RESERVE_BYTES = 64 << 20  # address space, not memory: given back at the end, which needs threads and buffers itself
 

@@ -77,6 +77,11 @@ def sum_over_world(values: list[float], device: torch.device) -> list[float]:
     return tensor.tolist()
 
 
+def share_from_first(values: torch.Tensor) -> None:
+    """Make ``values`` on every rank of this role's world what they are on its first, in place."""
+    dist.broadcast(values, 0)
+
+
 def world_place() -> tuple[int, int]:
     """(rank, size) within this role's world."""
     return dist.get_rank(), dist.get_world_size()
