@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+LAYER_LISTS = ("layers", "h", "blocks")
+WRAPPERS = ("module", "language_model", "model", "transformer", "gpt_neox", "decoder")
+
 
 def decoder_of(model: nn.Module) -> Any:
-    """The bare decoder (with ``layers`` and ``norm``) inside an engine, a causal model or a vision-language model."""
+    """The bare decoder (with its list of layers) inside an engine, a causal model or a vision-language model."""
     inner: Any = model
-    for _ in range(4):
-        if hasattr(inner, "layers"):
+    for _ in range(5):
+        if any(isinstance(getattr(inner, name, None), nn.ModuleList) for name in LAYER_LISTS):
             return inner
-        for name in ("module", "language_model", "model"):
-            if hasattr(inner, name):
-                inner = getattr(inner, name)
-                break
+        inner = next((getattr(inner, name) for name in WRAPPERS if hasattr(inner, name)), inner)
     raise TypeError(f"{type(model).__name__} has no decoder layers")
 
 
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """The decoder's layers, whatever the list is called."""
+    lists = (getattr(decoder, name, None) for name in LAYER_LISTS)
+    return next(found for found in lists if isinstance(found, nn.ModuleList))
+
+
+class _Enough(Exception):
+    """The deepest tap has been caught, and nothing behind it is wanted."""
+
+
 class TapCapture:
-    """Runs the target over a batch and hands out its taps.
+    """Runs the target over a batch and hands out its taps. Layers behind the deepest tap are not computed unless the
+    last hidden state is asked for: a target that also evaluates is loaded whole.
 
     ``taps`` are 0-based layer ids, in the order in which they are handed out; tap L equals transformers'
     ``hidden_states[L+1]`` bit for bit (except that transformers reports its very last entry after the final norm). With
@@ -34,7 +46,11 @@ class TapCapture:
         self._decoder = decoder_of(model)
         self._taps, self._need_last_hidden = tuple(taps), need_last_hidden
         self._caught: dict[int, torch.Tensor] = {}
-        self._hooks = [self._decoder.layers[tap].register_forward_hook(self._catcher(tap)) for tap in set(taps)]
+        self._capturing = False  # an evaluation runs the model too, and wants all of it
+        layers = layers_of(self._decoder)
+        cut = not need_last_hidden and max(taps) + 1 < len(layers)
+        self._last_wanted = max(taps) if cut else None
+        self._hooks = [layers[tap].register_forward_hook(self._catcher(tap)) for tap in set(taps)]
 
     @torch.no_grad()
     def capture(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -43,12 +59,16 @@ class TapCapture:
         or in the model; rows of padding hold values without meaning.
         """
         self._caught.clear()
+        self._capturing, output = True, None
         try:
-            output = self._decoder(input_ids=input_ids, attention_mask=None, use_cache=False)
+            with contextlib.suppress(_Enough):
+                output = self._decoder(input_ids=input_ids, attention_mask=None, use_cache=False)
             tensors = [self._caught[tap] for tap in self._taps]
         finally:
+            self._capturing = False
             self._caught.clear()
         if self._need_last_hidden:
+            assert output is not None
             tensors.append(output.last_hidden_state)
         return tensors
 
@@ -59,6 +79,10 @@ class TapCapture:
 
     def _catcher(self, tap: int) -> Any:
         def catch(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not self._capturing:
+                return
             self._caught[tap] = output[0] if isinstance(output, tuple) else output
+            if tap == self._last_wanted:
+                raise _Enough
 
         return catch
