@@ -137,10 +137,10 @@ class Watchdog:
         gone = self._watch.dead_sibling()
         if gone is not None:
             return gone
-        if self._store_lost and not self._watch.lives(0):
-            return self._watch.report(0, "the control store is lost: rank 0 or its node is gone")
+        if self._store_lost and (self.role.rank == 0 or self._watch.lives(0)):
+            return self._watch.report(self.role.rank, "it lost its connection to the control store, which lives")
         if self._store_lost:
-            return self._watch.report(self.role.rank, "it lost its connection to the control store (rank 0 lives)")
+            return self._watch.report(0, "the control store is lost: this rank, which serves it, or its node is gone")
         if silent_s > self.silence_s:
             return self._watch.report(0, f"no answer from the control store for {silent_s:.0f} s: rank 0 hangs")
         return None

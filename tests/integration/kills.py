@@ -142,7 +142,11 @@ def assert_named(line: str, order: Order, run_dir: Path, said: str) -> None:
 def assert_status(run_dir: Path, order: Order, said: str) -> None:
     status = read_status(RunDir.open(run_dir))
     assert status.state == "DEAD" and status.exit_code == 5, f"{status} {said}"
-    assert status.message.count(f"rank {order.rank}") == 1, f"{status.message} {said}"
+    assert (
+        status.message.count(f"rank {order.rank} (")
+        == 1
+        == status.message.count(" (drafter ") + status.message.count(" (target ")
+    ), f"{status.message} {said}"
 
 
 def left_in_shm(name: str) -> list[str]:
