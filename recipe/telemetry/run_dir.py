@@ -204,9 +204,10 @@ class RunDir:
 def is_run(path: Path) -> bool:
     """Whether ``path`` is a folder that `RunDir.create` made."""
     try:
-        return "run_id" in json.loads((path / MARKER).read_text())
-    except (OSError, ValueError):
+        marker = json.loads((path / MARKER).read_text())
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(marker, dict) and "run_id" in marker
 
 
 def _mark(path: Path, run_id: str, created: float) -> None:
