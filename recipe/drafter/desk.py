@@ -36,6 +36,7 @@ class Desk:
         self.scene, self.run_dir = scene, run_dir
         self.wandb: WandbRun | None = None
         self.reporter: RunReporter | None = None
+        self.evaluations: list[dict[str, Any]] = []
         config = scene.config
         write_atomic(run_dir.config_json, config.to_json())
         self._nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
@@ -96,6 +97,7 @@ class Desk:
 
     def train(self, first_step: int) -> RunReporter:
         """Training starts now."""
+        self.status.first_step(compiles=self.scene.device.type == "cuda")
         schedule = self.scene.schedule
         self.reporter = RunReporter(
             self.run_dir,
@@ -110,6 +112,21 @@ class Desk:
             log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
         )
         return self.reporter
+
+    def evaluated(self, answer: dict[str, Any]) -> None:
+        """Real decoding of the drafter of an earlier step, by the target ranks."""
+        assert self.reporter is not None
+        self.evaluations.append(answer)
+        step, tau = int(answer["step"]), answer["tau"]
+        ties = f" ({answer['ties']} numeric tie(s))" if answer["ties"] else ""
+        self.log.event(
+            f"eval step={step} tau={'-' if tau is None else f'{tau:.3f}'} "
+            f"identical={answer['identical']}/{answer['prompts']}{ties} seconds={answer['seconds']:.1f}"
+        )
+        values = {key: answer[key] for key in ("tau", "identical", "prompts", "seconds") if answer[key] is not None}
+        self.reporter.metrics.evaluation(step, values)
+        if self.wandb is not None:
+            self.wandb.log_evaluation(step, values)
 
     def diverged(self, step: int, message: str) -> None:
         self.log.event(f"diverged: {message}; the newest checkpoint is kept")
@@ -140,6 +157,9 @@ class Desk:
             "export": str(export),
             "metrics": str(self.run_dir.metrics_jsonl),
         }
+        if self.evaluations:
+            summary["tau"] = self.evaluations[-1]["tau"]
+            summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
         write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
         self.log.event(f"done: {steps} steps, export in {export}")

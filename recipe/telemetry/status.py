@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from recipe.telemetry.process import ProcessId, boot_id
 from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status_writer import TERMINAL, StatusWriter, mark_dead, read_fields
+from recipe.telemetry.status_fields import process_of, read_fields, whole
+from recipe.telemetry.status_writer import TERMINAL, StatusWriter, mark_dead
 
 __all__ = ["EXIT_CODES", "State", "Status", "StatusWriter", "mark_dead", "read_status"]
 
@@ -70,10 +71,11 @@ def read_status(run_dir: RunDir) -> Status:
     return status
 
 
-def _judge(run_dir: RunDir, fields: Mapping[str, Any]) -> Status:
-    process = _process(fields)
-    if process is None or not {"heartbeat", "progress"} <= fields.keys():
+def _judge(run_dir: RunDir, raw: Mapping[str, Any]) -> Status:
+    fields = whole(raw)
+    if fields is None:
         return _without_status(run_dir)
+    process: ProcessId = fields["process"]
     status = _facts(fields, process)
     phase = str(fields.get("phase"))
     if phase in _ENDED:
@@ -90,25 +92,23 @@ def _judge(run_dir: RunDir, fields: Mapping[str, Any]) -> Status:
     return replace(status, message=_activity(fields))
 
 
-def _process(fields: Mapping[str, Any]) -> ProcessId | None:
-    """The reporting process, or None where the fields are not those of a whole file."""
-    try:
-        return ProcessId.from_dict(fields["process"])
-    except (KeyError, TypeError):
-        return None
-
-
 def _without_status(run_dir: RunDir) -> Status:
     """No (readable) status.json: the run was made a moment ago, or died before it reported anything."""
-    process = _process(run_dir.marker())
-    if process is not None and process.liveness() == "alive" and not run_dir.status_json.exists():
-        return Status("STARTING", "the run folder was made, nothing is reported yet", process=str(process))
+    marker = run_dir.marker()
+    process = process_of(marker.get("process"))
+    who = str(process) if process else None
+    damaged = run_dir.status_json.exists()
+    alive = process is not None and process.liveness() == "alive"
     if process is not None and process.liveness() == "unknown":
-        age = time.time() - float(run_dir.marker()["created"])
-        if age < _SILENT_S and not run_dir.status_json.exists():
-            return Status("STARTING", "the run folder was made, nothing is reported yet", process=str(process))
-    what = "status.json is damaged" if run_dir.status_json.exists() else "the run ended before it reported anything"
-    return Status("DEAD", f"{what}; see {run_dir.train_log}", process=str(process) if process else None)
+        created = marker.get("created")
+        alive = isinstance(created, (int, float)) and time.time() - created < _SILENT_S
+    if alive and not damaged:
+        return Status("STARTING", "the run folder was made, nothing is reported yet", process=who)
+    if alive:
+        what = f"status.json is damaged, although the run's process lives ({who}); see {run_dir.train_log}"
+        return Status("STALLED", what, process=who)
+    what = "status.json is damaged" if damaged else "the run ended before it reported anything"
+    return Status("DEAD", f"{what}; see {run_dir.train_log}", process=who)
 
 
 def _facts(fields: Mapping[str, Any], process: ProcessId) -> Status:
@@ -143,7 +143,7 @@ _Trouble = tuple[State, str] | None
 
 def _all_processes(fields: Mapping[str, Any], process: ProcessId) -> list[ProcessId]:
     """Each once: asked twice, a process could be stopped in between and be named without its rank."""
-    listed = [ProcessId.from_dict(each) for each in fields.get("processes", ())]
+    listed: list[ProcessId] = fields["processes"]
     return listed if any(each.pid == process.pid for each in listed) else [*listed, process]
 
 

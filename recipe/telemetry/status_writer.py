@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import redact_text
 from recipe.telemetry.run_dir import RunDir, write_json
+from recipe.telemetry.status_fields import read_fields
 
 TERMINAL = ("done", "dead", "diverged")
 WaitingSide = Literal["target", "drafter", "neither"]
@@ -50,6 +50,7 @@ class StatusWriter:
         self._mutex, self._writing = threading.Lock(), threading.Lock()
         self._intervals: deque[float] = deque(maxlen=_RECENT)
         self._last_step: tuple[int, float] | None = None
+        self._counting: tuple[str, float, float] | None = None  # label, first count, when
         self._terminal = self._superseded = self._write_failed = False
         self._fields: dict[str, Any] = {
             "launch": self.launch,
@@ -73,15 +74,26 @@ class StatusWriter:
     def phase(
         self, label: str, done: float | None = None, total: float | None = None, eta_s: float | None = None
     ) -> None:
-        """Anything that is not a step: ``phase("loading", 34, 64, 12.0)``, later ``phase("evaluating", 3, 64)``."""
+        """Anything that is not a step: ``phase("loading", 34, 64, 12.0)``, later ``phase("evaluating", 3, 64)``.
+
+        Without ``eta_s`` the time left follows from how fast ``done`` has grown in this phase.
+        """
         with self._mutex:
             started = self._last_step is not None
+            eta_s = self._estimate(label, done, total) if eta_s is None else eta_s
             self._set("training" if started else "starting", label, done=done, total=total, phase_eta_s=eta_s)
 
     def filling(self, ready: int, min_ready: int) -> None:
         """Drafters wait for the reservoir: ``ready`` of ``min_ready`` batches are in the ring."""
         with self._mutex:
-            self._set("filling", "filling", done=ready, total=min_ready, phase_eta_s=None)
+            left = self._estimate("filling", ready, min_ready)
+            self._set("filling", "filling", done=ready, total=min_ready, phase_eta_s=left)
+
+    def first_step(self, compiles: bool) -> None:
+        """The reservoir is full and the first step is under way; on a GPU it compiles for a while."""
+        with self._mutex:
+            self._set("training", "first step" + (", compiling" if compiles else ""), done=None, total=None,
+                      phase_eta_s=None)  # fmt: skip
 
     def training(
         self,
@@ -127,6 +139,16 @@ class StatusWriter:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_PATIENCE_S)
         self._write_bounded()
+
+    def _estimate(self, label: str, done: float | None, total: float | None) -> float | None:
+        """Seconds left of a phase that counts; None as long as it has not counted on."""
+        now = time.monotonic()
+        if self._counting is None or self._counting[0] != label or (done or 0) < self._counting[1]:
+            self._counting = (label, done or 0, now)
+        _, first, since = self._counting
+        if not done or not total or done <= first:
+            return None
+        return (total - done) * (now - since) / (done - first)
 
     def _set(self, phase: str, label: str, **fields: Any) -> None:
         before = [self._fields.get(key) for key in ("phase", "label", "done")]
@@ -208,15 +230,6 @@ def mark_dead(run_dir: RunDir, rank: int | None, role: str | None, cause: str, l
         }
         write_json(run_dir.status_json, fields)
         return True
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """The raw content of status.json; empty if there is none or it is damaged."""
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _death(rank: int | None, role: str | None, cause: str) -> str:

@@ -177,6 +177,31 @@ def test_phases_of_a_start_and_ends(tmp_path: Path) -> None:
     assert read_status(run).state == "DONE"
 
 
+def test_a_phase_that_counts_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No estimate before it has counted on, a linear one afterwards, a fresh one for the next phase."""
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    writer = StatusWriter(RunDir.create(tmp_path, "r"), heartbeat_s=0.1)
+    seen = []
+    for label, done in (("loading", 4), ("loading", 4), ("loading", 14), ("loading", 34), ("loading", 3)):
+        writer.phase(label, done, 64)
+        seen.append(writer._fields["phase_eta_s"])
+        clock[0] += 2.0
+    writer.filling(12, 30)
+    seen.append(writer._fields["phase_eta_s"])
+    clock[0] += 3.0
+    writer.filling(18, 30)
+    seen.append(writer._fields["phase_eta_s"])
+    assert seen == [None, None, pytest.approx(50 * 4 / 10), pytest.approx(30 * 6 / 30), None, None, pytest.approx(6.0)]
+    writer.first_step(compiles=True)
+    monkeypatch.undo()
+    status = wait_for(lambda: (s := read_status(RunDir.open(tmp_path / "r"))).state == "TRAINING" and s)
+    assert status.message == "first step, compiling" and status.eta_s is None
+    writer.training(1, 9, 2.0, eta_s=5.0)
+    writer.close()
+    assert read_status(RunDir.open(tmp_path / "r")).message == "training"
+
+
 def test_progress_is_what_moves_not_what_is_repeated(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "r")
     writer = StatusWriter(run, stall_after_s=1.5, heartbeat_s=0.05)
@@ -324,6 +349,46 @@ def test_no_status_or_a_damaged_one(tmp_path: Path) -> None:
     run.status_json.unlink()
     assert mark_dead(run, None, "runner", "the launcher ended with code 1")
     assert read_status(run).message == "runner died: the launcher ended with code 1"
+
+
+JUNK = (None, True, "x", "", [], {}, [1], {"a": 1}, -1, 1e308, math.nan, math.inf, 10**400, "\x1b[31m")
+
+
+def damaged(whole: dict[str, Any]) -> Iterator[str]:
+    """status.json with each of its values, at any depth, replaced by each piece of junk."""
+    for path in [(key,) for key in whole] + [
+        (key, inner) for key in ("process", "heartbeat", "progress") for inner in whole[key]
+    ]:
+        for junk in JUNK:
+            fields = json.loads(json.dumps(whole))
+            section = fields
+            for key in path[:-1]:
+                section = section[key]
+            section[path[-1]] = junk
+            yield json.dumps(fields)
+    yield from ("", "nul", "[" * 100_000, json.dumps(whole)[:80])
+
+
+def test_nothing_in_the_files_is_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong types, absurd numbers, truncation: a state, a line and an exit code; and strict JSON."""
+    run = RunDir.create(tmp_path, "r")
+    writer = StatusWriter(run, 100, [ProcessId.own(2, "drafter")])
+    writer.training(3, 100, 1.5, 900.0, 60.0, "drafter")
+    writer.close()
+    words = {"run": str(run.path), "watch": False, "interval": 2.0}
+    for text in damaged(json.loads(run.status_json.read_text())):
+        run.status_json.write_text(text)
+        for as_json in (False, True):
+            code = status_cli.run(argparse.Namespace(**words, json=as_json))
+            out = capsys.readouterr().out
+            assert code in (0, 3, 4, 5) and out.strip() and "\x1b" not in out
+            if as_json:
+                json.loads(out, parse_constant=pytest.fail)
+    run.status_json.unlink()
+    for text in ("", "null", "[]", '"run_id"', "[" * 100_000):
+        (run.path / ".run.json").write_text(text)
+        with pytest.raises(ConfigError, match="not a run folder"):
+            status_cli.run(argparse.Namespace(**words, json=False))
 
 
 def test_secrets_stay_out_of_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

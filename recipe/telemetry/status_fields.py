@@ -1,0 +1,76 @@
+"""Reading status.json as it may be found: half written, of another version, or edited by hand. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipe.telemetry.process import ProcessId
+
+NUMBERS = ("step", "steps", "loss", "tokens_per_s", "eta_s", "phase_eta_s", "done", "total", "expect_s", "rank",
+           "heartbeat_interval_s")  # fmt: skip
+COUNTS = ("step", "steps")
+WORDS = ("launch", "phase", "label", "message", "role", "waiting_side")
+TIMES = ("heartbeat", "progress")
+MOST = 1e15  # no number of a run is larger; a date in seconds is 2e9
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The content of status.json, as it is; empty if there is none or it is no JSON object."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def whole(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The known fields with their right types, or None when one of them cannot be right: the file is damaged then."""
+    known: dict[str, Any] = {}
+    for name in NUMBERS:
+        value = fields.get(name)
+        if value is not None and not _is_number(value, name == "loss"):
+            return None
+        known[name] = int(value) if name in COUNTS and value is not None else value
+    for name in WORDS:
+        value = fields.get(name)
+        if value is not None and not isinstance(value, str):
+            return None
+        known[name] = None if value is None else re.sub(r"[\x00-\x1f\x7f]+", " ", value)
+    for name in TIMES:
+        value = fields.get(name)
+        if not isinstance(value, Mapping) or not all(_is_number(value.get(key)) for key in ("wall", "monotonic")):
+            return None
+        known[name] = value
+    listed = fields.get("processes") or []
+    known["process"] = process_of(fields.get("process"))
+    known["processes"] = [process_of(each) for each in listed] if isinstance(listed, list) else [None]
+    if known["process"] is None or None in known["processes"]:
+        return None
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def process_of(values: object) -> ProcessId | None:
+    """The process that ``values`` describe, or None if they do not describe one."""
+    if not isinstance(values, Mapping):
+        return None
+    try:
+        found = ProcessId.from_dict(values)
+    except (KeyError, TypeError):
+        return None
+    numbers = all(type(value) is int for value in (found.pid, found.start, 0 if found.rank is None else found.rank))
+    words = (found.boot_id, found.pid_namespace, found.host, "" if found.role is None else found.role)
+    return found if numbers and all(isinstance(word, str) and word.isprintable() for word in words) else None
+
+
+def _is_number(value: object, infinite: bool = False) -> bool:
+    """A loss may be infinite or NaN, which is news; nothing else may."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return infinite
+    return abs(value) < MOST
