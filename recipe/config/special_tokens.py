@@ -30,7 +30,7 @@ class SpecialTokens:
         reserved: dict[int, str] = {}
         for role in ("bos", "pad", "eos"):  # a later role's name wins where ids coincide
             for source in (_read(folder / "config.json"), _read(folder / "generation_config.json")):
-                for scope in (source.get("text_config") or {}, source):
+                for scope in (_object(source.get("text_config")), source):
                     reserved.update(dict.fromkeys(_as_ids(scope.get(f"{role}_token_id")), role))
             found = ids.get(_text(settings.get(f"{role}_token")))
             if found is not None:
@@ -48,19 +48,25 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _ids_of_tokens(folder: Path, settings: dict[str, Any]) -> dict[str | None, int]:
-    """Id of each token text: the vocabulary, then what was added to it."""
+    """Id of each token text: the vocabulary, then what was added to it. Entries of a wrong type are left out."""
     tokenizer = _read(folder / "tokenizer.json")
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    ids: dict[str | None, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids.update({token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []})
-    added = settings.get("added_tokens_decoder") or {}
-    ids.update({_text(token): int(number) for number, token in added.items()})
-    ids.pop(None, None)
-    return ids
+    ids: dict[str | None, Any] = {}
+    ids.update(_object(_object(tokenizer.get("model")).get("vocab")))
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        ids[_text(token)] = _object(token).get("id")
+    for number, token in _object(settings.get("added_tokens_decoder")).items():
+        ids[_text(token)] = int(number) if str(number).isdecimal() else None
+    return {text: number for text, number in ids.items() if text is not None and type(number) is int}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _as_ids(value: Any) -> list[int]:
