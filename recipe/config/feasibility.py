@@ -106,8 +106,8 @@ def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: i
         raise ConfigError("dflash.data.max_seq_len", data.max_seq_len, rule, fix)
     if rows.meta.get("tokenizer_hash"):
         rows.check_tokenizer(config.dflash.target.path)
-    bound = rows.meta.get("vocab_bound")
-    if isinstance(bound, int) and bound > shape.vocab_size:
+    bound = rows.vocab_bound()
+    if bound > shape.vocab_size:
         rule = f"its token ids go up to {bound - 1}, but the target's vocabulary has {shape.vocab_size}"
         raise ConfigError("dflash.data.path", data.path, rule, f"{again} with --tokenizer {config.dflash.target.path}")
 

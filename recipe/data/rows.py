@@ -25,6 +25,8 @@ class Rows:
         self.folder, self.split, self.meta = folder, split, meta
         self._ids = _Lists(table.column("input_ids"))
         self._mask = _Lists(table.column("loss_mask"))
+        if not np.array_equal(self._ids.lengths(), self._mask.lengths()):
+            raise ValueError("a row's input_ids and loss_mask have different lengths")
         self.lengths = _counts(table, "length", self._ids.lengths)
         self.supervised = _counts(table, "supervised", self._mask.sums)
         self.fingerprint = str(meta.get("fingerprint") or self._digest()) + ":" + split
@@ -40,7 +42,10 @@ class Rows:
             raise ConfigError("dflash.data.path", str(path), f"has no split {split!r}", fix)
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            if not isinstance(meta, dict):
+                raise ValueError(f"meta.json holds {type(meta).__name__}, not an object")
             table = _table(folder / split)
+            _check_columns(table)
             rows = cls(table, meta, folder, split)
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise ConfigError("dflash.data.path", str(path), f"{split} is damaged: {error}", fix) from error
@@ -71,6 +76,13 @@ class Rows:
                     f"{self.meta.get('tokenizer')}) than the target's ({value[:12]}, {path})",
                     f"prepare the data again with --tokenizer {path}",
                 )
+
+    def vocab_bound(self) -> int:
+        """One more than the largest token id of the folder; read from all rows where meta.json does not tell."""
+        told = self.meta.get("vocab_bound")
+        if type(told) is int:
+            return told
+        return 1 + max(int(values.max()) for values in self._ids.values if len(values))
 
     def _digest(self) -> str:
         """A name for folders whose meta.json has none: of the shapes and of a sample of the content."""
@@ -108,6 +120,17 @@ class _Lists:
             running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
             sums.append(running[offsets[1:]] - running[offsets[:-1]])
         return np.concatenate(sums or [np.zeros(0)]).astype(np.int32)
+
+
+def _check_columns(table: pa.Table) -> None:
+    for name in ("input_ids", "loss_mask"):
+        kind = table.column(name).type  # KeyError without such a column
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise ValueError(f"column {name!r} holds {kind}, not lists of integers")
+        if not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+            raise ValueError(f"column {name!r} holds {kind}, not lists of integers")
+        if table.column(name).null_count:
+            raise ValueError(f"column {name!r} has empty cells")
 
 
 def _flat(values: pa.Array) -> np.ndarray:
