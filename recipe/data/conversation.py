@@ -176,11 +176,21 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             value = json.loads(value)
         except ValueError as error:
             raise Drop("bad_content", "messages is text, not a list") from error
+    if isinstance(value, dict):
+        value = _rows_of_columns(value)
     if not isinstance(value, list):
         raise Drop("bad_content", f"messages is {type(value).__name__}, not a list")
     messages = [_message(m) for m in value]
     # An empty system text means "none"; rendered, it would be a system turn that nobody wrote.
     return [m for m in messages if not (m["role"] == "system" and not m["content"].strip())]
+
+
+def _rows_of_columns(columns: dict[str, Any]) -> Any:
+    """Messages as columns, {"role": […], "content": […]}, as `datasets` stores a list of objects."""
+    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+    if not lists or len({len(values) for values in lists.values()}) != 1 or len(lists) != len(columns):
+        return columns
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
 def _message(raw: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import gzip
 import io
 import json
 import sys
@@ -13,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from recipe.data.compressed import PACKED, on_disk, unpacked
 from recipe.data.report import Drop
 from recipe.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv")
-_PACKED = (".gz", ".zst")
+#: Keys of a row; a .json file that holds one object with such a key is one row, with another key it wraps the rows.
+ROW_KEYS = ("messages", "conversations", "prompt", "input_ids")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -43,6 +44,8 @@ def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
     """Files and `datasets` folders for paths and globs, each once, in the order given (globs sorted)."""
     found: list[Path] = []
     for pattern in map(str, patterns):
+        if not pattern.strip() or "\0" in pattern:
+            raise ConfigError("--input", pattern, "is no name of a file", "give files, folders or globs")
         here = (
             [Path(pattern)] if Path(pattern).exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
         )
@@ -52,6 +55,8 @@ def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
             found += _inside(path) if path.is_dir() and not _is_dataset(path) else [path]
     found = list(dict.fromkeys(found))
     for path in found:
+        if not path.is_file() and not path.is_dir():
+            raise ConfigError("--input", str(path), "is neither a file nor a folder", "write the rows to a file first")
         if path.is_file() and _suffix(path) not in SUFFIXES:
             known = ", ".join(SUFFIXES)
             raise ConfigError("--input", str(path), "unknown file type", f"use one of {known}, also with .gz or .zst")
@@ -70,7 +75,7 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in _PACKED else path).suffix.lower()
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower()
 
 
 def size_of(paths: Sequence[Path]) -> int:
@@ -101,9 +106,9 @@ def _read(path: Path, position: Position, before: int) -> Iterator[tuple[int, An
         return
     suffix = _suffix(path)
     with path.open("rb") as raw:
-        stream = _unpack(raw, path.suffix)
+        stream = unpacked(raw, path.suffix)
         if suffix in (".parquet", ".arrow"):
-            rows = _read_columns(stream, suffix)
+            rows = _read_columns(stream, suffix, path.suffix in PACKED)
         elif suffix in (".csv", ".tsv"):
             rows = _read_csv(stream, "," if suffix == ".csv" else "\t")
         else:
@@ -111,16 +116,6 @@ def _read(path: Path, position: Position, before: int) -> Iterator[tuple[int, An
         for item in rows:
             position.done = before + raw.tell()
             yield item
-
-
-def _unpack(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    if suffix == ".gz":
-        return gzip.open(raw, "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        import zstandard
-
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-    return raw
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -169,7 +164,8 @@ class _Chained:
 def _read_object(content: bytes) -> Iterator[tuple[int, Any]]:
     whole = json.loads(content.removeprefix(_BOM))
     lists = [v for v in whole.values() if isinstance(v, list)] if isinstance(whole, dict) else []
-    rows = lists[0] if len(lists) == 1 and len(whole) == 1 else [whole]
+    wrapped = len(lists) == 1 and len(whole) == 1 and next(iter(whole)) not in ROW_KEYS
+    rows = lists[0] if wrapped else [whole]
     yield from enumerate(rows, 1)
 
 
@@ -219,12 +215,14 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def _read_columns(stream: IO[bytes], suffix: str) -> Iterator[tuple[int, Any]]:
+def _read_columns(stream: IO[bytes], suffix: str, packed: bool) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if packed:
+        stream = on_disk(stream)  # these formats are read from their end
     if suffix == ".parquet":
-        batches = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(stream.read())).iter_batches(1024)
+        batches = pq.ParquetFile(stream).iter_batches(256)
     else:
         start = stream.read(6)
         stream.seek(0)
@@ -235,9 +233,19 @@ def _read_columns(stream: IO[bytes], suffix: str) -> Iterator[tuple[int, Any]]:
             batches = iter(pa.ipc.open_stream(stream))
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+        for at in range(0, len(batch), 256):
+            for row in batch.slice(at, 256).to_pylist():
+                number += 1
+                yield number, _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column format gives every object the keys of all rows, null where a row had none; alone, it had none."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(v) for v in value]
+    return value
 
 
 def _read_dataset(folder: Path) -> Iterator[tuple[int, Any]]:
@@ -249,4 +257,4 @@ def _read_dataset(folder: Path) -> Iterator[tuple[int, Any]]:
     for split in splits:
         for row in split.with_format(None):
             number += 1
-            yield number, row
+            yield number, _without_nulls(row)

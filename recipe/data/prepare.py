@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import itertools
 import json
+import math
 import os
 import shutil
 import time
@@ -105,12 +106,12 @@ def _check_settings(
         raise ConfigError("--max-seq-len", max_seq_len, "must be ≥ 2", "give the longest row in tokens, such as 8192")
     if schema not in SCHEMAS:
         raise ConfigError("--format", schema, f"must be one of {', '.join(SCHEMAS)}", "leave it out for auto")
-    if holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
+    if not math.isfinite(holdout) or holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
         raise ConfigError("--holdout", holdout, "must be a share below 1 or a whole number of rows", "for example 0.02")
     for name, value in (("--max-samples", max_samples), ("--num-proc", num_proc)):
         if value is not None and value < 1:
             raise ConfigError(name, value, "must be ≥ 1", "leave it out for all")
-    if weights and (min(weights) < 0 or max(weights) <= 0):
+    if weights and not (all(math.isfinite(w) and w >= 0 for w in weights) and max(weights) > 0):
         raise ConfigError("--weights", list(weights), "must be ≥ 0 and not all 0", "for example --weights 2 1")
 
 
@@ -147,9 +148,21 @@ class _Workshop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.lock.close()
         if kind is None or issubclass(kind, ConfigError):  # else (killed, interrupted, crashed): kept, to go on from
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.lock.close()
+        if kind is None:
+            self._clear_abandoned()
+
+    def _clear_abandoned(self) -> None:
+        """What killed jobs with other inputs or options left for this output; nobody would go on from it."""
+        for folder in self.folder.parent.glob(f"{self.folder.name.rpartition('-')[0]}-*"):
+            try:
+                with (folder / "lock").open("r+") as lock:
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            except OSError:  # another job's, or not there
+                continue
 
     def parts(self) -> list[Path]:
         """Finished parts, in order; a part is finished when its report is there."""
@@ -193,6 +206,7 @@ def _tokenise(
                     if part.rows_in >= _PART_ROWS:
                         break
             if not part.rows_in:
+                total.sources = {str(path): total.sources.get(str(path), {"kept": 0, "dropped": 0}) for path in paths}
                 return total
             _finish_part(path, part)
             total.merge(part)
@@ -231,9 +245,11 @@ def _require_rows(report: Report, paths: list[Path]) -> None:
     if report.rows_out:
         return
     why = ", ".join(f"{reason} × {count}" for reason, count in report.dropped.most_common()) or "the input is empty"
-    fix = "mend the input; each reason's first row: " + "; ".join(
-        f"{e['file']}:{e['row']} {reason}" for reason, e in list(report.examples.items())[:3]
+    fix = "; ".join(
+        f"{e['file']}:{e['row']} {reason} ({e['detail'] or e['meaning']})"
+        for reason, e in list(report.examples.items())[:3]
     )
+    fix = f"mend the input; each reason's first row: {fix}" if fix else "give a file that holds conversations"
     name = str(paths[0]) if len(paths) == 1 else [str(p) for p in paths[:5]]
     raise ConfigError("--input", name, f"0 usable rows of {report.rows_in} ({why})", fix)
 
@@ -257,7 +273,7 @@ def _build(shop: _Workshop, report: Report, meta: dict[str, Any], vocabulary: in
         "heldout_rows": int(held.sum()),
         "longest": int(lengths.max()),
         "vocab_size": vocabulary,
-        "max_token_id": max(int(chunk.flatten().to_numpy().max()) for chunk in _chunks(table)),
+        "vocab_bound": 1 + max(int(chunk.flatten().to_numpy().max()) for chunk in _chunks(table)),
         "length_quantiles": {str(q): int(np.quantile(lengths, q)) for q in (0.1, 0.5, 0.9, 0.99)},
     }
     store.write_json(shop.built / "meta.json", meta)
@@ -292,6 +308,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; ConfigError (2) for a user's mistake. With --show and no --input only looks at DIR."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.show < 0:
+        raise ConfigError("--show", args.show, "must be ≥ 0", "give the number of rows to print, for example 5")
+    if not args.output.strip() or "\0" in args.output:
+        raise ConfigError("--output", args.output, "is no name of a folder", "give the folder to make")
     if not args.input:
         if not args.show:
             raise ConfigError("--input", None, "is missing", "name the files with conversations, or use --show N")

@@ -136,6 +136,8 @@ class Report:
             )
         lines += [f"  turn not supervised, {count} × {reason}" for reason, count in self.dropped_turns.most_common()]
         lines += [f"  note, {count} × {what}" for what, count in self.notes.most_common()]
+        empty = [name for name, counts in self.sources.items() if not any(counts.values())]
+        lines += [f"  note, no row was read from {name}" for name in empty]
         if self.duplicates:
             lines.append(
                 f"  note, {self.duplicates} sequences occur more than once (kept, never on both sides of the split)"

@@ -9,6 +9,10 @@ import numpy as np
 
 from recipe.data.rows import Rows
 from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import ConfigError
+
+#: Control characters as their pictures: a row must not steer the terminal.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 def show_rows(folder: str | Path, tokenizer: str | Path | None, count: int) -> None:
@@ -17,7 +21,12 @@ def show_rows(folder: str | Path, tokenizer: str | Path | None, count: int) -> N
     from rich.text import Text
 
     rows = Rows.open(folder)
-    decoder = load_tokenizer(tokenizer or rows.meta["tokenizer"])
+    path = tokenizer or rows.meta.get("tokenizer")
+    if not path:
+        raise ConfigError(
+            "--tokenizer", None, "is missing, and meta.json does not name one", "give the target's folder"
+        )
+    decoder = load_tokenizer(path)
     console = Console(highlight=False, soft_wrap=True)
     for index in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)).tolist():
         ids, mask = rows[index]
@@ -26,6 +35,7 @@ def show_rows(folder: str | Path, tokenizer: str | Path | None, count: int) -> N
         edges = [0, *(np.diff(mask.astype(int)).nonzero()[0] + 1).tolist(), len(ids)]
         for start, stop in itertools.pairwise(edges):
             text = decoder.backend_tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
+            text = text.translate(_VISIBLE)
             if not mask[start]:
                 line.append(text, style="dim")
             elif console.is_terminal:

@@ -63,9 +63,14 @@ def cache_key(inputs: Sequence[Path], settings: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in inputs:
         for file in [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file()):
-            digest.update(str(file).encode() + b"\0")
-            with file.open("rb") as stream:
-                digest.update(_digest(stream))
+            digest.update(str(file).encode("utf-8", "surrogateescape") + b"\0")
+            try:
+                with file.open("rb") as stream:
+                    digest.update(_digest(stream))
+            except OSError as error:
+                raise ConfigError(
+                    "--input", str(file), f"cannot be read: {error}", "check the file's rights"
+                ) from error
     return digest.hexdigest()
 
 

@@ -14,17 +14,27 @@ def load_tokenizer(path: str | Path, field: str = "--tokenizer") -> Any:
     """The tokenizer of a folder or of a hub id in the local cache. Raises ConfigError under the name ``field``."""
     fix = "give the target's folder (with tokenizer.json), or a hub id that is already in the local cache"
     looks_local = str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
-    if looks_local and not Path(path).expanduser().exists():
+    try:
+        folder = Path(path).expanduser()
+        missing = looks_local and not folder.exists()
+    except (RuntimeError, ValueError, OSError) as error:  # ~ of nobody, a NUL in the name, a name too long
+        raise ConfigError(field, str(path), f"is no path: {error}", fix) from error
+    if missing:
         raise ConfigError(field, str(path), "there is no such folder", fix)
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(path).expanduser()), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many types here, all of which mean "no tokenizer"
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ConfigError(field, str(path), f"holds no tokenizer that can be loaded ({reason})", fix) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ConfigError(field, str(path), "has no fast tokenizer (tokenizer.json)", "convert it to tokenizer.json")
+    template = tokenizer.chat_template
+    if not isinstance(template, str | dict | None):
+        raise ConfigError(
+            field, str(path), f"its chat_template is {type(template).__name__}, not text", "mend the file"
+        )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -57,7 +67,7 @@ def stop_ids(tokenizer: Any, path: str | Path | None = None) -> set[int]:
     if config and config.is_file():
         try:
             eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):  # damaged, or no JSON object
             eos = None
         ids.update(eos if isinstance(eos, list) else [eos])
-    return {int(i) for i in ids if isinstance(i, int)}
+    return {i for i in ids if type(i) is int}

@@ -230,7 +230,7 @@ def _default_template(tokenizer: Any) -> str:
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default", "")
-    return template or ""
+    return template if isinstance(template, str) else ""
 
 
 def encodable(text: str) -> str:
