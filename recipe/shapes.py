@@ -9,6 +9,13 @@ from typing import Any
 
 from recipe.errors import ConfigError
 
+NAMED_ALIKE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)  # by most model types; the others are asked of transformers
 KNOWN_SHAPES = Path(__file__).parent / "known_shapes"
 
 
@@ -124,12 +131,26 @@ class TargetShape:
         if "tie_word_embeddings" not in text:  # vision-language checkpoints keep it outside
             text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
         try:
+            if any(text.get(key) is None for key in NAMED_ALIKE):
+                text = _with_defaults(text)
             return cls(**_sizes(text), text_config=text)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             rule = f"cannot be read as a decoder-only language model: {error!r}"
             raise ConfigError(
-                source, text.get("model_type"), rule, "use a Llama, Qwen2, Qwen3 or Qwen3.5 model"
+                source, text.get("model_type"), rule, "use a causal language model that transformers knows"
             ) from error
+
+
+def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that config.json leaves to transformers or names otherwise (GPT-2's n_embd) added under their names."""
+    from transformers import AutoConfig
+
+    settings = {key: value for key, value in text.items() if key != "model_type"}
+    config = AutoConfig.for_model(text["model_type"], **settings)
+    found = {key: getattr(config, key, None) for key in (*NAMED_ALIKE, "intermediate_size", "num_key_value_heads")}
+    if not found["intermediate_size"]:
+        found["intermediate_size"] = 4 * int(found["hidden_size"])
+    return {key: value for key, value in found.items() if value is not None} | text
 
 
 def _sizes(text: dict[str, Any]) -> dict[str, Any]:

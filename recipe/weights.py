@@ -13,9 +13,23 @@ from safetensors import SafetensorError, safe_open
 from recipe.errors import ConfigError
 from recipe.shapes import model_folder
 
-PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
+PREFIXES = (
+    "model.language_model.",
+    "language_model.model.",
+    "model.",
+    "transformer.",
+    "gpt_neox.",
+    "model.decoder.",
+    "",
+)
+HEADS = (
+    "lm_head.weight",
+    "language_model.lm_head.weight",
+    "model.language_model.lm_head.weight",
+    "embed_out.weight",
+)
 EMBEDDING = "embed_tokens.weight"
+EMBEDDINGS = (EMBEDDING, "embed_in.weight", "wte.weight", "word_embeddings.weight")
 FIX = "fetch the model again, or point dflash.target.path at a complete folder"
 
 
@@ -83,7 +97,7 @@ class Checkpoint:
 
     def embedding(self, device: str | torch.device = "cpu") -> torch.Tensor:
         """Token embedding [V, H]."""
-        return self.tensor(EMBEDDING, device)
+        return self.tensor(next(name for name in EMBEDDINGS if name in self._keys), device)
 
     @property
     def tied(self) -> bool:
@@ -123,7 +137,7 @@ class Checkpoint:
 
     def _find_prefix(self, files: dict[str, Path]) -> str:
         for prefix in PREFIXES:
-            if prefix + EMBEDDING in files:
+            if any(prefix + name in files for name in EMBEDDINGS):
                 return prefix
         rule = f"no tensor {EMBEDDING!r} under any of the prefixes {list(PREFIXES)}"
         raise ConfigError(str(self.folder), sorted(files)[:3], rule, "use a decoder-only language model")

@@ -154,3 +154,22 @@ def inference_engine(
         replace_with_kernel_inject=False,
         injection_policy={_NothingToReplace: ("embed_tokens",)},  # DeepSpeed wants a name that exists
     )
+
+
+def stock_inference_engine(
+    model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> deepspeed.InferenceEngine:
+    """DeepSpeed's inference engine around a whole transformers decoder, which its AutoTP cuts as it thinks best.
+
+    As ``inference_engine`` otherwise. It guesses from layer names and can be wrong without an error: compare outputs.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return inference_engine(model, dtype, None)
+    adopt_process_group()
+    size = dist.get_world_size(group)
+    return deepspeed.init_inference(
+        model,
+        dtype=dtype,
+        tensor_parallel={"tp_size": size, "mpu": _GroupUnit(group), "tp_group": group},
+        replace_with_kernel_inject=False,
+    )

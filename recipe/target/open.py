@@ -1,0 +1,58 @@
+"""The one door to a target: by its shard plan where its model type has one, else by DeepSpeed's AutoTP with a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from recipe.errors import ConfigError
+from recipe.shapes import TargetShape
+from recipe.target.architectures import ARCHITECTURES
+from recipe.target.loader import LoadProgress, load_target
+from recipe.target.shard_plan import ShardPlan
+from recipe.target.stock import load_stock
+
+if TYPE_CHECKING:
+    from deepspeed import InferenceEngine
+    from torch.distributed import ProcessGroup
+
+# Keys of a config.json that change logits after the head, with the value that means "not at all".
+LOGIT_CHANGES = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+
+
+def open_target(
+    path: str,
+    shape: TargetShape,
+    tp: int,
+    tp_rank: int,
+    group: ProcessGroup | None,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    taps: Sequence[int],
+    need_last_hidden: bool,
+    progress: Callable[[LoadProgress], None] | None = None,
+    revision: str | None = None,
+) -> InferenceEngine:
+    """``load_target`` for every model type that transformers knows. ``progress`` is called for planned types only.
+
+    Raises ConfigError also when soft labels are asked of a model that changes its logits behind the head: its
+    probabilities cannot be had from last hidden state and head alone.
+    """
+    if need_last_hidden:
+        refuse_changed_logits(shape)
+    if shape.model_type in ARCHITECTURES:
+        plan = ShardPlan.build(shape, tp)
+        return load_target(path, shape, plan, tp_rank, group, device, dtype, taps, need_last_hidden, progress, revision)
+    return load_stock(path, shape, tp, tp_rank, group, device, dtype, taps, need_last_hidden, revision)
+
+
+def refuse_changed_logits(shape: TargetShape) -> None:
+    """ConfigError for a model whose logits are not simply head times last hidden state."""
+    for key, neutral in LOGIT_CHANGES.items():
+        value = shape.text_config.get(key, neutral)
+        if value not in (neutral, None):
+            rule = f"{shape.model_type} changes its logits behind the head ({key} = {value}), which we do not compute"
+            fix = "set it to false, and dflash.evaluation.every to 0"
+            raise ConfigError("dflash.objective.soft_labels", True, rule, fix)
