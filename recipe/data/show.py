@@ -24,7 +24,7 @@ def show_rows(folder: str | Path, tokenizer: str | Path | None, count: int) -> N
     path = tokenizer or rows.meta.get("tokenizer")
     if not path:
         raise ConfigError(
-            "--tokenizer", None, "is missing, and meta.json does not name one", "give the target's folder"
+            "--tokenizer", None, "is missing; meta.json names none", "give the target's folder"
         )
     decoder = load_tokenizer(path)
     console = Console(highlight=False, soft_wrap=True)
