@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipe.errors import RunError
 from recipe.ring import Ring, RingAborted, RingSpec, RingTimeout, monitor, ring_path
 from recipe.ring.monitor import Section
 from recipe.ring.sync import Event
@@ -291,6 +292,35 @@ def test_a_joined_rank_killed_before_its_commit_aborts_the_ring() -> None:
         wait_for([victim], 30)
         with pytest.raises(RingAborted, match=f"pid {victim} died .* has 1 parts to commit"):
             ring.lease(7, 0, timeout=30)
+
+
+def test_bytes_that_another_process_changes_are_never_trained_on() -> None:
+    """A torn or stray write into a published page: the CRC of the commit no longer fits, everybody stops."""
+    with new_ring(verify=True) as ring:
+        ring.commit(ring.reserve(0, [(7, 9, 0), (8, 9, 0)], timeout=0)[1])
+
+        def scribble(other: Ring) -> None:
+            page = other.lease(8, 0, timeout=5).pages[1]
+            other.pages[page, 3, 2, 5] += 1.0
+            other.close()  # with the lease in hand: that alone ends the ring
+
+        def scribble_and_release(other: Ring) -> None:
+            lease = other.lease(8, 0, timeout=5)
+            other.release(lease)
+            other.pages[lease.pages[1], 3, 2, 5] += 1.0
+
+        waiter = peer(ring.path, lambda r: r.lease(7, 0, timeout=30) and None)
+        culprit = peer(ring.path, scribble_and_release)
+        assert wait_for([culprit], 30)[culprit] == DONE
+        with pytest.raises(RunError, match=r"page \d+ \(page 1 of entry 8\) changed"):
+            ring.lease(8, 1, timeout=5)
+        assert wait_for([waiter], 20)[waiter] == ABORTED
+    with new_ring() as ring:
+        ring.commit(ring.reserve(0, [(8, 9, 0)], timeout=0)[0])
+        culprit = peer(ring.path, scribble)
+        wait_for([culprit], 30)
+        with pytest.raises(RingAborted, match="closed the ring although it leases entry 8"):
+            ring.lease(8, 1, timeout=5)
 
 
 def test_waiters_that_are_killed_do_not_hang_those_who_wake() -> None:
