@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     quieten()
     args = parse_arguments(argv)
+    from recipe.roles import last_words
     from recipe.roles.node_watch import NodeWatch
     from recipe.roles.process import die_with_parent
 
@@ -81,8 +82,9 @@ def main(argv: list[str] | None = None) -> None:
         launch = Launch(Role.from_environment(config.dflash.layout), config, args, watch)
     except ConfigError as error:
         leave_together(watch, error)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except RunError as error:  # the control store could not be reached, or is another launch's
+        watch.stop()
+        last_words.say(watch.report(watch.rank, str(error)), None)
         os._exit(1)
     launch.run()
 
