@@ -26,6 +26,7 @@ from recipe.drafter.checkpoint import steps_of
 from recipe.drafter.resume import Resume, plan_resume, worlds_from_json
 from recipe.errors import ConfigError, RunError
 from recipe.ring import Ring, ring_path
+from recipe.roles import last_words
 from recipe.roles.network import settle_interface
 from recipe.roles.node_watch import NodeWatch
 from recipe.roles.role import Role
@@ -92,9 +93,10 @@ class Launch:
         )  # fmt: skip
         self.watchdog.progress("importing the model code")
         if self.role.kind == "target":
+            from recipe.decode.in_loop import InLoopEvaluator
             from recipe.target.role import run_target
 
-            run_target(scene)
+            run_target(scene, InLoopEvaluator)
         else:
             from recipe.drafter.role import run_drafter
             from recipe.export import export_run
@@ -157,7 +159,7 @@ class Launch:
     def _refuse(self, message: str | None) -> None:
         """A user's mistake: one message from one rank, exit 2 from all, nothing left behind."""
         if message is not None:
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            last_words.say({"code": 2, "cause": message}, None)
         self.store.arrive("refused", self.role, self.role.world_size, START_UP_S, self.watchdog.tick)
         self._part()
         os._exit(2)

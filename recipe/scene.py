@@ -48,6 +48,17 @@ class Scene:
         return self.config.dflash.objective.soft_labels
 
     @property
+    def evaluates(self) -> bool:
+        """Whether this rank decodes during training: those of the first target replica of node 0 do."""
+        first = self.role.kind == "target" and self.role.node == 0 and self.role.replica == 0
+        return first and self.evaluation_every > 0
+
+    @property
+    def evaluation_every(self) -> int:
+        """Steps between evaluations, 0 for none."""
+        return 0 if self.dry_run else self.config.dflash.evaluation.every
+
+    @property
     def target_dtype(self) -> torch.dtype:
         """Of the target and of the taps in the ring."""
         return DTYPES[self.config.dflash.target.dtype]

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipe.config.deepspeed_keys import RunConfig
-from recipe.config.feasibility import check_data, check_machine, check_run_folder
+from recipe.config.feasibility import DTYPE_BYTES, check_data, check_machine, check_run_folder
 from recipe.config.load import ConfigErrors
+from recipe.config.paths import heldout_prompts
 from recipe.config.special_tokens import SpecialTokens
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
@@ -47,7 +48,28 @@ def check(
         Checkpoint(folder).close()
     sizes = check_data(config, shape, nodes)
     check_machine(config, sizes.ring)
-    return sizes.lines()
+    return [*sizes.lines(), *_evaluation(config, shape)]
+
+
+def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:
+    """What evaluation during training asks of the target ranks. Raises ConfigError when there is nothing to decode."""
+    ours = config.dflash
+    if not ours.evaluation.every:
+        return []
+    if heldout_prompts(ours.evaluation.prompts, ours.data.path) is None:
+        rule = f"dflash.evaluation.every = {ours.evaluation.every} needs prompts, and the rows hold none out"
+        fix = "name a JSONL file, prepare the data with --holdout, or set every to 0"
+        raise ConfigError("dflash.evaluation.prompts", ours.evaluation.prompts, rule, fix)
+    row_bytes = shape.hidden_size * DTYPE_BYTES[ours.target.dtype]
+    head = 0 if shape.tie_word_embeddings else shape.vocab_size * row_bytes
+    taps = ours.target.target_layer_ids or [0]
+    whole = "" if ours.objective.soft_labels else f" and all {shape.num_layers} layers instead of {max(taps) + 1}"
+    return [
+        f"evaluation: every {ours.evaluation.every} steps, {ours.evaluation.num_prompts} prompts of at most "
+        f"{ours.evaluation.max_new_tokens} new tokens, by target replica 0 of node 0, which stops producing meanwhile; "
+        f"its first rank also holds the drafter and the head ({head / 2**30:.2f} GiB){whole and ', each of its ranks'}"
+        f"{whole.removeprefix(' and')}"
+    ]
 
 
 def check_layout(config: RunConfig) -> None:
@@ -158,10 +180,6 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if drafter.init_from and not (Path(drafter.init_from) / "config.json").is_file():
         rule = "is no drafter folder (it has no config.json)"
         yield ConfigError("dflash.drafter.init_from", drafter.init_from, rule, "give an exported drafter, or null")
-    every = config.dflash.evaluation.every
-    if every:
-        rule = "decoding during training is not built yet"
-        yield ConfigError("dflash.evaluation.every", every, rule, "set it to 0 and run `evaluate` on the export")
     prompts = config.dflash.evaluation.prompts
     if prompts and not Path(prompts).is_file():
         yield ConfigError(

@@ -8,6 +8,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+def heldout_prompts(given: str | None, data: str) -> Path | None:
+    """The prompts to evaluate with: ``dflash.evaluation.prompts``, or those that `prepare` held out of ``data``."""
+    path = Path(given) if given else (locate(data) or Path(data)) / "heldout_prompts.jsonl"
+    return path if path.is_file() else None
+
+
 def locate(path: str | Path) -> Path | None:
     """The existing absolute path that ``path`` means, or None when there is neither.
 

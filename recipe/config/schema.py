@@ -125,11 +125,13 @@ class Objective(Section):
 
 
 class Evaluation(Section):
-    every: NonNegative = Field(0, description="must be 0: decoding during training is not built yet")
+    every: NonNegative = Field(
+        0, description="optimizer steps between evaluations by real decoding on the target ranks; 0: none"
+    )
     prompts: str | None = Field(
         None, description="JSONL of held-out conversations; null: the held-out split of data.path"
     )
-    num_prompts: Positive = Field(64, description="prompts that `evaluate RUN` and the demo decode")
+    num_prompts: Positive = Field(64, description="prompts decoded by an evaluation, in training and by `evaluate RUN`")
     max_new_tokens: Positive = Field(128, description="tokens generated for each")
 
 

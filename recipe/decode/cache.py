@@ -37,9 +37,13 @@ class TargetPass:
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The text decoder's layers of a transformers-shaped model. RunError when there are none."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.rsplit(".", 1)[-1] == "layers" and "visual" not in name:
+        if (
+            isinstance(module, nn.ModuleList)
+            and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks")
+            and "visual" not in name
+        ):
             return module
-    raise RunError(f"{type(model).__name__} has no decoder layers: no module list called 'layers'")
+    raise RunError(f"{type(model).__name__} has no decoder layers: no module list called 'layers', 'h' or 'blocks'")
 
 
 def _copied(states: dict[int, Any]) -> dict[int, Any]:
@@ -52,14 +56,27 @@ def _put_back(states: dict[int, Any], saved: dict[int, Any]) -> None:
             states[key].copy_(state)  # in place: the cache may hold static addresses
 
 
+def open_session(target: Any, target_layer_ids: Sequence[int], head: torch.Tensor | None = None) -> TargetSession:
+    """A session on a model, or on anything that makes its own sessions (`recipe.decode.sharded`)."""
+    make = getattr(target, "session", None)
+    return TargetSession(target, target_layer_ids, head) if make is None else make(target_layer_ids)
+
+
 class TargetSession:
     """One sequence going through the target. A context manager: its hooks are on the model only inside ``with``.
 
-    ``head`` [V, H] is needed only for a model without a language head of its own.
+    ``head`` [V, H] is needed only for a model without a language head of its own. ``logits`` False: none are wanted
+    ([n, 0] is handed out), as on the ranks of a sharded target that only take part.
     """
 
-    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], head: torch.Tensor | None = None) -> None:
-        self.model, self.head = model, head
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layer_ids: Sequence[int],
+        head: torch.Tensor | None = None,
+        logits: bool = True,
+    ) -> None:
+        self.model, self.head, self._wants_logits = model, head, logits
         self.layers = decoder_layers(model)
         outside = [layer for layer in target_layer_ids if not 0 <= layer < len(self.layers)]
         if outside:
@@ -116,16 +133,20 @@ class TargetSession:
         if self._keeps_logits and last_row_only:
             options["logits_to_keep"] = 1
         output = self.model(input_ids=tokens[None], **options)
-        logits = getattr(output, "logits", None)
-        if logits is None:
-            if self.head is None:
-                raise RunError(f"{type(self.model).__name__} gives no logits and no head was passed")
-            hidden = output.last_hidden_state[:, -1:] if last_row_only else output.last_hidden_state
-            logits = nn.functional.linear(hidden, self.head)
         self.length += len(tokens)
         self._last_rows = len(tokens)
-        rows = logits[0, -1:] if last_row_only else logits[0]
-        return TargetPass(rows, [self._taps[index] for index in self.target_layer_ids])
+        return TargetPass(self._logits(output, last_row_only), [self._taps[index] for index in self.target_layer_ids])
+
+    def _logits(self, output: Any, last_row_only: bool) -> torch.Tensor:
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            hidden = output.last_hidden_state[0, -1:] if last_row_only else output.last_hidden_state[0]
+            if not self._wants_logits:
+                return hidden[:, :0]
+            if self.head is None:
+                raise RunError(f"{type(self.model).__name__} gives no logits and no head was passed")
+            return nn.functional.linear(hidden, self.head)
+        return logits[0, -1:] if last_row_only else logits[0]
 
     @torch.inference_mode()
     def prefill(self, prompt: torch.Tensor) -> TargetPass:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,164 +14,15 @@ from torch import nn
 
 from recipe.config.schema import Evaluation as EvaluationSettings
 from recipe.decode.drafter_cache import IncrementalDrafter
-from recipe.decode.metrics import (
-    TAU_IS,
-    Mismatch,
-    accept_rate,
-    explain_mismatch,
-    first_difference,
-    target_forwards_per_token,
-    tau,
-    tau_interval,
-)
-from recipe.decode.plain import PlainResult, plain_generate
-from recipe.decode.prompts import Prompt, encode_prompts, read_prompts
-from recipe.decode.speculative import DecodeResult, SpeculativeDecoder
+from recipe.decode.measure import Evaluation, Progress, measure
+from recipe.decode.prompts import encode_prompts, read_prompts
+from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import DrafterConfig
 from recipe.errors import ConfigError
 from recipe.export_layout import DTYPES, load_export, read_config
 from recipe.shapes import TargetShape, model_folder
 
 SMALL = 50_000_000  # parameters
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One measurement. ``identical``: every speculative output equals the plain one, token by token.
-
-    ``accept_rate[k-1]``: share of blocks whose first k drafts were accepted. ``target_forwards_per_token`` counts the
-    prefill (plain decoding: 1). ``state_replays``: roll-backs in which the linear-attention layers alone were run
-    again. ``speedup``: plain decoding seconds / speculative, prefill excluded. Times are of this machine.
-    """
-
-    tau: float | None
-    tau_ci: tuple[float, float] | None
-    tau_is: str
-    accept_rate: list[float | None]
-    identical: bool
-    identical_prompts: int
-    mismatches: list[Mismatch]
-    prompts: int
-    skipped_too_long: int
-    domains: dict[str, dict[str, Any]]
-    tokens: int
-    verify_forwards: int
-    state_replays: int
-    target_forwards_per_token: float | None
-    speedup: float | None
-    tokens_per_s: float | None
-    plain_tokens_per_s: float | None
-    seconds: float
-    settings: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def measure(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    stop_ids: Collection[int] = (),
-    *,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    max_length: int | None = None,
-    progress: Progress | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Evaluation:
-    """Decode every prompt twice, speculatively and plainly, one after the other. For use in a training loop too."""
-    began = time.perf_counter()
-    fitting = [p for p in prompts if max_length is None or len(p.ids) + max_new_tokens <= max_length]
-    if not fitting:
-        rule = f"no prompt leaves room for {max_new_tokens} new tokens in the target's {max_length} positions"
-        raise ConfigError("--max-new-tokens", max_new_tokens, rule, "lower it, or use shorter prompts")
-    if torch.device(device).type == "cuda":  # kernels are compiled and tuned at their first use
-        warm = fitting[0].ids.to(device)
-        decoder.generate(warm, min(32, max_new_tokens), temperature, seed=seed)
-        plain_generate(decoder.target, warm, min(8, max_new_tokens), temperature, seed=seed, head=decoder.head)
-    results: list[DecodeResult] = []
-    plains: list[PlainResult] = []
-    mismatches: list[Mismatch] = []
-    for index, prompt in enumerate(fitting):
-        ids = prompt.ids.to(device)
-        result = decoder.generate(ids, max_new_tokens, temperature, stop_ids=stop_ids, seed=seed + index)
-        plain = plain_generate(
-            decoder.target, ids, max_new_tokens, temperature, stop_ids=stop_ids, seed=seed + index, head=decoder.head
-        )
-        results.append(result)
-        plains.append(plain)
-        mismatch = _compare(decoder, index, ids, plain.tokens, result.tokens, temperature)
-        if mismatch is not None:
-            mismatches.append(mismatch)
-        if progress is not None:
-            progress(index + 1, len(fitting))
-    return _evaluation(
-        decoder.proposer.block_size,
-        fitting,
-        results,
-        plains,
-        mismatches,
-        skipped=len(prompts) - len(fitting),
-        seconds=time.perf_counter() - began,
-        settings=dict(settings or {}),
-    )
-
-
-def _compare(
-    decoder: SpeculativeDecoder, index: int, ids: torch.Tensor, plain: list[int], other: list[int], temperature: float
-) -> Mismatch | None:
-    if temperature == 0:
-        return explain_mismatch(decoder.target, index, ids, plain, other, decoder.head)
-    position = first_difference(plain, other)
-    if position is None:
-        return None
-    one, two = (tokens[position] if position < len(tokens) else None for tokens in (plain, other))
-    return Mismatch(index, position, one, two, gap=None, noise=None, numeric_tie=False)
-
-
-def _evaluation(
-    block_size: int,
-    prompts: Sequence[Prompt],
-    results: list[DecodeResult],
-    plains: list[PlainResult],
-    mismatches: list[Mismatch],
-    *,
-    skipped: int,
-    seconds: float,
-    settings: dict[str, Any],
-) -> Evaluation:
-    domains = {}
-    for name in sorted({prompt.domain for prompt in prompts}):
-        mine = [result for result, prompt in zip(results, prompts, strict=True) if prompt.domain == name]
-        domains[name] = {"tau": tau(mine), "tau_ci": tau_interval(mine), "prompts": len(mine)}
-    # The first token of each comes from the prefill, outside the clock.
-    ours = (sum(len(r.tokens) - 1 for r in results), sum(r.decode_seconds for r in results))
-    theirs = (sum(len(p.tokens) - 1 for p in plains), sum(p.decode_seconds for p in plains))
-    speed, plain_speed = (tokens / clock if tokens and clock else None for tokens, clock in (ours, theirs))
-    return Evaluation(
-        tau=tau(results),
-        tau_ci=tau_interval(results),
-        tau_is=TAU_IS,
-        accept_rate=accept_rate(results, block_size),
-        identical=not mismatches,
-        identical_prompts=len(results) - len(mismatches),
-        mismatches=mismatches,
-        prompts=len(results),
-        skipped_too_long=skipped,
-        domains=domains,
-        tokens=sum(len(result.tokens) for result in results),
-        verify_forwards=sum(result.verify_forwards for result in results),
-        state_replays=sum(result.state_replays for result in results),
-        target_forwards_per_token=target_forwards_per_token(results),
-        speedup=speed / plain_speed if speed and plain_speed else None,
-        tokens_per_s=speed,
-        plain_tokens_per_s=plain_speed,
-        seconds=seconds,
-        settings=settings,
-    )
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from recipe.decode.cache import TargetSession
+from recipe.decode.cache import open_session
 from recipe.decode.speculative import DecodeResult
 
 TAU_IS = "tokens committed per verify forward: bonus token included, prefill token excluded"
@@ -87,7 +86,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def explain_mismatch(
-    target: nn.Module,
+    target: Any,
     index: int,
     prompt_ids: torch.Tensor,
     plain: Sequence[int],
@@ -102,7 +101,7 @@ def explain_mismatch(
         longer = plain[position] if len(plain) > position else None
         other = speculative[position] if len(speculative) > position else None
         return Mismatch(index, position, longer, other, None, None, False)
-    with TargetSession(target, [], head) as session:
+    with open_session(target, [], head) as session:
         context = torch.cat([prompt_ids, prompt_ids.new_tensor(list(plain[:position]))])
         logits = session.prefill(context).logits[0]
     precision = torch.finfo(logits.dtype).eps

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
-from recipe.decode.cache import TargetSession
+from recipe.decode.cache import open_session
 from recipe.decode.sampling import Sampler
 
 
@@ -31,7 +31,7 @@ def now(device: torch.device) -> float:
 
 @torch.inference_mode()
 def plain_generate(
-    target: nn.Module,
+    target: Any,
     prompt_ids: torch.Tensor,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -42,7 +42,7 @@ def plain_generate(
 ) -> PlainResult:
     """Decode after ``prompt_ids`` int64 [P ≥ 1] until a stop id or ``max_new_tokens`` ≥ 1 tokens."""
     sampler = Sampler(temperature, seed)
-    with TargetSession(target, [], head) as session:
+    with open_session(target, [], head) as session:
         result = session.prefill(prompt_ids)
         began = now(prompt_ids.device)
         tokens = [int(sampler(result.logits, len(prompt_ids))[0])]

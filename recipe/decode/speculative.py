@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from recipe.decode.cache import TargetSession
+from recipe.decode.cache import open_session
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.plain import now
 from recipe.decode.sampling import Sampler
@@ -88,13 +88,13 @@ class DecodeResult:
 
 
 class SpeculativeDecoder:
-    """``target``: a causal model. ``drafter``: a DFlashDrafter, an IncrementalDrafter, or any Proposer (then ``embed``
-    [V, H] and ``head`` [V, H], the target's, may be left out).
+    """``target``: a causal model, or a `ShardedTarget`. ``drafter``: a DFlashDrafter, an IncrementalDrafter, or any
+    Proposer (then ``embed`` [V, H] and ``head`` [V, H], the target's, may be left out).
     """
 
     def __init__(
         self,
-        target: nn.Module,
+        target: Any,
         drafter: nn.Module | IncrementalDrafter | Proposer,
         embed: torch.Tensor | None = None,
         head: torch.Tensor | None = None,
@@ -129,7 +129,7 @@ class SpeculativeDecoder:
         if prompt_ids.ndim != 1 or len(prompt_ids) < 1 or max_new_tokens < 1:
             raise ValueError("generate needs a prompt of at least one token and max_new_tokens of at least 1")
         sampler = Sampler(temperature, seed)
-        with TargetSession(self.target, self.proposer.target_layer_ids, self.head) as session:
+        with open_session(self.target, self.proposer.target_layer_ids, self.head) as session:
             result = session.prefill(prompt_ids)
             began = now(prompt_ids.device)
             self.proposer.begin(prompt_ids, len(prompt_ids) + max_new_tokens + 1)

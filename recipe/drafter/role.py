@@ -11,12 +11,14 @@ from recipe.config import RunConfig
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens
+from recipe.drafter.evaluation import EvaluationClerk
 from recipe.drafter.feed import Feed
 from recipe.drafter.identity import identity
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
+from recipe.evaluations import Evaluations
 from recipe.roles.engine import build_engine
 from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.run_dir import RunDir
@@ -53,6 +55,14 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     # No node's drafters sit in a collective while another node's still wait for their ring.
     scene.store.arrive("filled", scene.role, scene.role.drafter_world, START_UP_S, scene.watchdog.tick)
     run = scene.config.dflash.run
+    reporter = desk.train(scene.first_step) if desk is not None else SilentReporter()
+    clerk = _clerk(scene, desk, engine.module)
+
+    def moved(phase: str, step: int, steps: int) -> None:
+        scene.watchdog.progress(phase, step, steps, step)
+        if clerk is not None and phase == "training":
+            clerk.after_step(step)
+
     trainer = Trainer(
         engine,
         feed,
@@ -60,12 +70,12 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         embedding,
         head,
         None if scene.dry_run else checkpoints,
-        desk.train(scene.first_step) if desk is not None else SilentReporter(),
+        reporter,
         scale=scene.config.global_micro_batches(scene.role.nodes),
         log_every=run.log_every,
         save_every=run.save_every,
         max_skipped=run.max_skipped_steps,
-        moved=lambda phase, step, steps: scene.watchdog.progress(phase, step, steps, step),
+        moved=moved,
     )
     try:
         trainer.run(scene.first_step)
@@ -74,9 +84,29 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
             desk.diverged(error.step, str(error))
         raise
     feed.close()
+    if clerk is not None:
+        scene.watchdog.progress("waiting for evaluations")
+        clerk.finish()
     scene.watchdog.progress("exporting")
     if desk is not None:
         desk.finish(export)
+
+
+def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> EvaluationClerk | None:
+    """Who asks for evaluations: the leader does, if the run has any."""
+    if desk is None or not scene.evaluation_every:
+        return None
+    clerk = EvaluationClerk(
+        Evaluations(scene.store, scene.run_path / "eval"),
+        module,
+        scene.evaluation_every,
+        scene.schedule.total_steps,
+        desk.evaluated,
+        desk.log.event,
+        scene.watchdog.tick,
+    )
+    clerk.start(scene.first_step)
+    return clerk
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:

@@ -12,6 +12,7 @@ from recipe.data.rows import Rows
 from recipe.data.schedule import ProductionBatch, Schedule, entry_id, token_checksum
 from recipe.ring import Ring
 from recipe.target.capture import TapCapture
+from recipe.target.evaluation import EvaluationTurns
 from recipe.target.handoff import Handoff
 
 
@@ -32,6 +33,7 @@ class Producer:
     Args:
         progress: called with (batches done, tokens of the last one) after every batch.
         on_error: ends the run when the copy thread fails.
+        turns: evaluates between two batches, on the replica that does.
     """
 
     def __init__(
@@ -45,17 +47,23 @@ class Producer:
         timeout_s: float,
         progress: Callable[[int, int], None],
         on_error: Callable[[BaseException], None],
+        turns: EvaluationTurns | None = None,
     ) -> None:
         self.capture, self.ring, self.rows, self.schedule = capture, ring, rows, schedule
         self.place, self.device, self.timeout_s, self.progress = place, device, timeout_s, progress
         share = range(place.tp_rank, ring.spec.streams, place.tp)
+        self.turns = turns
         self.handoff = Handoff(ring, device, share, on_error)
 
     def run(self, first_step: int) -> None:
         """Produce everything from ``first_step`` to the end of the run, then say that this producer is done."""
         for batch in self._own_batches(first_step):
             input_ids, lengths, checksums = self._pad(batch)
+            if self.turns is not None:
+                self.turns.announce(batch.sequence)
             writes = self._reserve(batch, lengths, checksums)
+            if self.turns is not None:
+                self.turns.take(batch.sequence)
             taps = self.capture.capture(input_ids)
             self.handoff.submit(taps, writes)
             del taps

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from recipe.evaluations import Evaluations
 from recipe.roles.worlds import world_group
 from recipe.scene import Scene
 from recipe.target.capture import TapCapture
-from recipe.target.loader import LoadProgress, load_target
+from recipe.target.evaluation import SLICE, EvaluationTurns, Evaluator
+from recipe.target.loader import LoadProgress
+from recipe.target.open import open_target
 from recipe.target.producer import Producer, ProducerPlace
-from recipe.target.shard_plan import ShardPlan
 
 
-def run_target(scene: Scene) -> None:
-    """From the agreed scene to the last published entry."""
+class LoopEvaluator(Evaluator, Protocol):
+    """`recipe.decode.in_loop.InLoopEvaluator`, which lives above this package."""
+
+    def attach(self, engine: torch.nn.Module) -> None: ...
+
+
+def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], LoopEvaluator]) -> None:
+    """From the agreed scene to the last published entry, and the last evaluation."""
     role, watchdog, target = scene.role, scene.watchdog, scene.config.dflash.target
 
     def loading(progress: LoadProgress) -> None:
         watchdog.progress("loading the target", progress.layers_done, progress.layers)
 
-    engine = load_target(
+    mail = Evaluations(scene.store, scene.run_path / "eval")
+    evaluator = make_evaluator(scene, mail) if scene.evaluates else None
+    engine = open_target(
         target.path,
         scene.shape,
-        ShardPlan.build(scene.shape, role.tp),
+        role.tp,
         role.tp_rank,
         world_group(),
         scene.device,
         scene.target_dtype,
         scene.taps,
-        scene.soft_labels,
+        scene.soft_labels or evaluator is not None,
         loading,
         target.revision,
     )
@@ -37,6 +52,11 @@ def run_target(scene: Scene) -> None:
     def failed(error: BaseException) -> None:
         watchdog.abort(f"hand-off: {type(error).__name__}: {error}", error=error)
 
+    turns = None
+    if evaluator is not None:
+        evaluator.attach(engine)
+        slice_s = SLICE * scene.config.dflash.ring.timeout_s
+        turns = EvaluationTurns(mail, evaluator, role.tp_rank == 0, role.tp == 1, slice_s, watchdog.tick)
     watchdog.progress("ready")
     scene.store.check_in("target-ready")
     producer = Producer(
@@ -49,6 +69,10 @@ def run_target(scene: Scene) -> None:
         float(scene.config.dflash.ring.timeout_s),
         produced,
         failed,
+        turns,
     )
     producer.run(scene.first_step)
+    if turns is not None:
+        watchdog.progress("waiting for evaluations")
+        turns.serve()
     watchdog.progress("produced everything")

@@ -100,6 +100,10 @@ class Metrics:
         self._append(record)
         return record
 
+    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """A line of its own, with the keys ``eval_…``: real decoding ends some steps after the one that it measures."""
+        self._append({"step": step, **{f"eval_{key}": value for key, value in values.items()}, "time": time.time()})
+
     def _append(self, record: Mapping[str, Any]) -> None:
         try:
             self._file.write(json.dumps(record) + "\n")

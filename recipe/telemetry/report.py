@@ -22,6 +22,7 @@ from recipe.telemetry.table import summary_rows
 _CURVES = (
     ("Loss", ("loss",), ""),
     ("tau_est (teacher-forced)", ("tau_est",), "tokens"),
+    ("tau (real decoding)", ("eval_tau",), "tokens"),
     ("Learning rate", ("lr",), ""),
     ("Gradient norm", ("gnorm",), ""),
     ("Throughput", ("tokens_per_s",), "tokens/s"),
@@ -95,15 +96,24 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
         return '<p class="note">No step has been logged yet.</p>'
     figures = []
     for title, keys, unit in _CURVES:
-        series = [
-            Series(key, [(float(record["step"]), _number(record.get(key))) for record in records]) for key in keys
-        ]
+        series = [Series(key, _points(records, key)) for key in keys]
         if any(value is not None for each in series for _, value in each.points):
             caption = _text(f"{title} ({unit})" if unit else title)
             figures.append(f"<figure><figcaption>{caption}</figcaption>{curve_svg(series)}</figure>")
     skipped = sum(int(record.get("skipped") or 0) for record in records)
-    note = f'<p class="note">{len(records)} log windows, steps {records[0]["step"]} to {records[-1]["step"]}'
+    windows = [record for record in records if not _is_evaluation(record)] or records
+    note = f'<p class="note">{len(windows)} log windows, steps {windows[0]["step"]} to {windows[-1]["step"]}'
     return f'<div class="curves">{"".join(figures)}</div>{note}, {skipped} skipped steps.</p>'
+
+
+def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float | None]]:
+    """Evaluations have lines of their own, which are no gaps in the curves of training, nor the other way round."""
+    wanted = [record for record in records if _is_evaluation(record) == key.startswith("eval_")]
+    return sorted((float(record["step"]), _number(record.get(key))) for record in wanted)
+
+
+def _is_evaluation(record: Mapping[str, Any]) -> bool:
+    return "eval_prompts" in record
 
 
 def _evaluations(run_dir: RunDir) -> list[str]:

@@ -1,0 +1,115 @@
+"""`evaluation.every`: real tau during training, from the target ranks, without a trace in what is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipe.decode.evaluate import evaluate
+from recipe.telemetry.metrics import read_metrics
+from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.status import read_status
+from tests.integration.launches import ForkServer, Launch, fork_server
+from tests.tiny import make_config, make_rows, make_target
+
+STEPS = 10
+PROMPTS = 5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with fork_server(tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("in_loop")
+    make_target(folder / "target")
+    make_rows(folder / "rows")
+    rows = [{"messages": [{"role": "user", "content": f"w{20 + i} w{40 + i} w{9 + i}"}]} for i in range(PROMPTS)]
+    (folder / "rows" / "heldout_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_config(
+        folder,
+        dflash__run__max_steps=STEPS,
+        dflash__run__save_every=4,
+        dflash__run__log_every=1,
+        dflash__evaluation={"every": 4, "max_new_tokens": 14},
+    )
+    return folder
+
+
+def start(server: ForkServer, place: Path, name: str, *more: str, **environment: Any) -> Launch:
+    words = ["train", str(place / "config.json"), "--set", f"dflash.run.name={name}", *more]
+    folder = place / "launches" / f"{name}-{len(list((place / 'launches').glob('*')))}"
+    return server.launch(folder, words, **environment)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{STEPS:08d}" / "weights.safetensors")
+
+
+def evaluations(run: Path) -> dict[int, dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in sorted((run / "eval").glob("*.json"))]
+    return {one["step"]: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def evaluated(server: ForkServer, place: Path) -> Path:
+    launch = start(server, place, "evaluated")
+    assert launch.wait(150) == 0, launch.output[-3000:]
+    return place / "runs" / "evaluated"
+
+
+@pytest.fixture(scope="module")
+def without(server: ForkServer, place: Path) -> Path:
+    launch = start(server, place, "without", "--set", "dflash.evaluation.every=0")
+    assert launch.wait(150) == 0, launch.output[-3000:]
+    return place / "runs" / "without"
+
+
+def test_results_are_written_logged_and_those_of_evaluate(evaluated: Path) -> None:
+    found = evaluations(evaluated)
+    assert sorted(found) == [4, 8, STEPS], "every fourth step and the last one"
+    assert all(one["identical"] and one["prompts"] == PROMPTS and one["verify_forwards"] > 0 for one in found.values())
+    assert all(one["state_replays"] > 0 for one in found.values()), "drafts were refused, so states were restored"
+    log = (evaluated / "train.log").read_text()
+    lines = re.findall(r"eval step=(\d+) tau=([\d.]+) identical=5/5 seconds=", log)
+    assert [int(step) for step, _ in lines] == [4, 8, STEPS]
+    records = {r["step"]: r for r in read_metrics(evaluated / "metrics.jsonl") if "eval_tau" in r}
+    assert {step: r["eval_tau"] for step, r in records.items()} == {step: one["tau"] for step, one in found.items()}
+    assert read_status(RunDir.open(evaluated)).state == "DONE"
+    assert not list((evaluated / "eval").glob(".*")), "the drafters that were laid down are gone"
+    again = evaluate(evaluated, num_prompts=PROMPTS, max_new_tokens=14)
+    last = found[STEPS]
+    assert (again.tau, again.accept_rate, again.tokens) == (last["tau"], last["accept_rate"], last["tokens"])
+
+
+def test_what_is_trained_does_not_know_of_it(evaluated: Path, without: Path) -> None:
+    ours, theirs = weights(evaluated), weights(without)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not evaluations(without)
+
+
+def test_a_killed_run_goes_on_evaluating_after_its_resume(server: ForkServer, place: Path, without: Path) -> None:
+    launch = start(server, place, "killed")
+    launch.wait_for("step=5/")
+    pid = launch.pid("rank2")
+    os.kill(pid, signal.SIGKILL)
+    assert launch.wait(60) not in (0, None)
+    run = place / "runs" / "killed"
+    (run / "eval" / "step_00000004.json").unlink(missing_ok=True)  # as if death had come before the answer
+    again = start(server, place, "killed", "--resume")
+    assert again.wait(150) == 0, again.output[-3000:]
+    assert sorted(evaluations(run)) == [4, 8, STEPS]
+    ours, theirs = weights(run), weights(without)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
