@@ -147,7 +147,9 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 
     settings = {key: value for key, value in text.items() if key != "model_type"}
     config = AutoConfig.for_model(text["model_type"], **settings)
-    found = {key: getattr(config, key, None) for key in (*NAMED_ALIKE, "intermediate_size", "num_key_value_heads")}
+    found: dict[str, Any] = {
+        key: getattr(config, key, None) for key in (*NAMED_ALIKE, "intermediate_size", "num_key_value_heads")
+    }
     if not found["intermediate_size"]:
         found["intermediate_size"] = 4 * int(found["hidden_size"])
     return {key: value for key, value in found.items() if value is not None} | text
