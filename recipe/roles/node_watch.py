@@ -48,6 +48,7 @@ class NodeWatch:
         self._started = time.monotonic()
         self._stopped_since: dict[int, float] = {}
         self._departed: dict[int, str] = {}
+        self._seen: set[tuple[int, int]] = set()
         self._launcher = os.getppid()
         self._runner = process.parent_of(self._launcher)
         self._finished = threading.Event()
@@ -123,25 +124,31 @@ class NodeWatch:
         return None
 
     def _find_siblings(self, now: float) -> Report | None:
-        """All children of the launcher, once they are as many as its environment says."""
+        """All children that the launcher has ever had, once they are as many as its environment says."""
         if self.local_size < 2:
             return None
-        children = process.children_of(self._launcher)
-        if len(children) == self.local_size and any(pid == os.getpid() for pid, _ in children):
+        self._seen.update(process.children_of(self._launcher))
+        if len(self._seen) > self.local_size:  # a helper process of the launcher's
+            self._seen = {child for child in self._seen if "LOCAL_RANK" in process.environment_of(child[1])}
+        if len(self._seen) == self.local_size:
             first = self.rank - self.local_rank
-            self.siblings = {first + place: child for place, child in enumerate(children) if child[0] != os.getpid()}
+            self.siblings = {
+                first + place: (pid, ticks)
+                for place, (ticks, pid) in enumerate(sorted(self._seen))
+                if pid != os.getpid()
+            }
         elif now - self._started > ASSEMBLE_S:
-            return self._incomplete(children)
+            return self._incomplete()
         return None
 
-    def _incomplete(self, children: list[tuple[int, int]]) -> Report | None:
-        """Somebody left before all had been seen at once."""
-        if len(children) >= self.local_size:
+    def _incomplete(self) -> Report | None:
+        """Somebody left before this rank could see it."""
+        if len(self._seen) >= self.local_size:
             return None
-        there = {process.environment_of(pid).get("LOCAL_RANK") for pid, _ in children}
+        there = {process.environment_of(pid).get("LOCAL_RANK") for _, pid in self._seen}
         absent = [place for place in range(self.local_size) if str(place) not in there]
-        cause = f"only {len(children)} of the {self.local_size} processes of this node are there: one left at the start"
-        certain = len(absent) == self.local_size - len(children)
+        cause = f"only {len(self._seen)} of the {self.local_size} processes of this node came: one left at the start"
+        certain = len(absent) == self.local_size - len(self._seen)
         return self.report(self.rank - self.local_rank + absent[0] if certain else -1, cause)
 
     def _stopped_sibling(self, now: float) -> Report | None:
@@ -154,7 +161,7 @@ class NodeWatch:
 
     def _explain(self, signum: signal.Signals) -> Report:
         if not self.siblings and self.local_size > 1:  # the launcher sends it too, when somebody has left
-            incomplete = self._incomplete(process.children_of(self._launcher))
+            incomplete = self._incomplete()
             if incomplete is not None:
                 return incomplete
         who = "interrupted (Ctrl-C)" if signum == signal.SIGINT else "it was told to end (SIGTERM)"

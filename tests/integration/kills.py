@@ -80,9 +80,9 @@ def draw_orders(seed: int) -> list[Order]:
         drafter = rank in DRAFTERS
         orders.append(Order(rank, "entry"))
         orders += [Order(rank, "phase", phase=phase) for phase in (OF_DRAFTERS if drafter else OF_TARGETS)]
-        orders += [Order(rank, "step", count=rng.randint(1, 6), delay=rng.uniform(0.01, 0.4)) for _ in range(4)]
+        orders += [Order(rank, "step", count=rng.randint(1, 6), delay=rng.uniform(0.01, 0.4)) for _ in range(3)]
         orders += [Order(rank, "mutex", count=rng.randint(3, 60), call=call) for call in ("begin", "__enter__") * 2]
-        orders += [Order(rank, "entry in hand", count=rng.randint(1, 40 if drafter else 8)) for _ in range(3)]
+        orders += [Order(rank, "entry in hand", count=rng.randint(1, 40 if drafter else 8)) for _ in range(2)]
         orders.append(Order(rank, "phase", phase="waiting for the others to end", delay=rng.uniform(0.0, 0.2)))
         if drafter:
             most = 14 if rank == DRAFTERS[0] else 3
@@ -132,21 +132,18 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
 
 def assert_named(line: str, order: Order, run_dir: Path, said: str) -> None:
     """The last line names rank, role, cause and log."""
-    if order.moment == "entry":  # who was never seen cannot always be named
-        assert re.match(r"the run ends because of (rank \d|a rank)", line), said
+    if line.endswith("no log"):  # so early, roles may not be known yet; who was never seen cannot even be counted
+        who = f"rank {order.rank}" if order.moment != "entry" else rf"(rank {order.rank}|a rank)"
+        assert re.match(rf"the run ends because of {who}[ :]", line), said
         return
     place = rf"rank {order.rank} \({order.role} [^)]*node 0\)"
-    assert re.match(rf"the run ends because of {place}: .+; (log: {run_dir}/train.log|the run had not)", line), said
+    assert re.match(rf"the run ends because of {place}: .+; log: {run_dir}/train.log", line), said
 
 
 def assert_status(run_dir: Path, order: Order, said: str) -> None:
     status = read_status(RunDir.open(run_dir))
     assert status.state == "DEAD" and status.exit_code == 5, f"{status} {said}"
-    assert (
-        status.message.count(f"rank {order.rank} (")
-        == 1
-        == status.message.count(" (drafter ") + status.message.count(" (target ")
-    ), f"{status.message} {said}"
+    assert re.findall(r"rank \d+ \(", status.message) == [f"rank {order.rank} ("], f"{status.message} {said}"
 
 
 def left_in_shm(name: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -47,12 +48,13 @@ class Workplace:
     """Target, rows and config, and the run that nobody disturbed."""
 
     folder: Path
+    runs: Path
     server: ForkServer
     steps: int = 0
     launched: int = 0
 
     def run_dir(self, name: str) -> Path:
-        return self.folder / "runs" / name
+        return self.runs / name
 
     def words(self, name: str) -> list[str]:
         words = ["train", str(self.folder / "config.json"), "--set", f"dflash.run.name={name}"]
@@ -66,7 +68,7 @@ class Workplace:
         deliveries = folder / "deliveries"
         launch = self.server.launch(
             folder, [*self.words(name), *more], DEATH=order and order.death(), DELIVERIES=str(deliveries),
-            FILL=str(self.folder), **environment,
+            FILL=str(self.runs), **environment,
         )  # fmt: skip
         deliveries.mkdir(exist_ok=True)
         return launch
@@ -80,11 +82,13 @@ class Workplace:
         return load_file(self.run_dir(name) / "checkpoints" / f"step_{self.steps:08d}" / "weights.safetensors")
 
 
-def make_workplace(folder: Path, server: ForkServer, **changes: object) -> Workplace:
+def make_workplace(folder: Path, server: ForkServer, runs: Path | None = None, **changes: object) -> Workplace:
     make_target(folder / "target")
     make_rows(folder / "rows")
-    make_config(folder, dflash__ring__timeout_s=RING_TIMEOUT_S, dflash__run__log_every=1, **changes)
-    place = Workplace(folder, server)
+    runs = runs or folder / "runs"
+    changes |= {"dflash__run__output_dir": str(runs), "dflash__run__log_every": 1}
+    make_config(folder, dflash__ring__timeout_s=RING_TIMEOUT_S, **changes)
+    place = Workplace(folder, runs, server)
     place.finish("whole")
     checkpoints = (place.run_dir("whole") / "checkpoints").glob("step_*")
     place.steps = max(int(path.name.removeprefix("step_")) for path in checkpoints)
@@ -143,7 +147,7 @@ def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill
             break  # the run was over before that moment came
         left.pop(0)
         kills.append(judge(launch, order, place.run_dir(name)))
-        (place.folder / "ballast").unlink(missing_ok=True)
+        (place.runs / "ballast").unlink(missing_ok=True)
     else:
         launches.append(place.finish(name, "--master-port", port))
     assert_same_run(place, name, launches)
@@ -168,12 +172,12 @@ def test_a_sample_of_the_kill_matrix(tmp_path: Path, server: ForkServer) -> None
 
 @pytest.mark.slow
 def test_the_kill_matrix(tmp_path: Path, server: ForkServer, pytestconfig: pytest.Config) -> None:
-    disk = tmp_path / "disk"
+    disk = tmp_path / "runs"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=False).returncode:
         pytest.skip("needs root: a full disk is made on a small file system of its own")
     try:
-        place = make_workplace(disk, server, dflash__run__epochs=3, dflash__run__save_every=3)
+        place = make_workplace(tmp_path, server, disk, dflash__run__epochs=3, dflash__run__save_every=3)
         orders, kills, chain, refused = draw_orders(SEED), [], 0, 0
         while orders:
             name, batch = f"chain{chain}", orders[:KILLS_OF_A_CHAIN]
@@ -181,6 +185,7 @@ def test_the_kill_matrix(tmp_path: Path, server: ForkServer, pytestconfig: pytes
             orders = left + orders[len(batch) :]
             refused = refused + 1 if len(left) == len(batch) else 0
             assert refused < 2, f"{left[0]} never comes about"
+            shutil.rmtree(place.run_dir(name))
             chain += 1
             write_down(pytestconfig, "forked", kills)
             print(f"{len(kills)} kills, {chain} chains", flush=True)
