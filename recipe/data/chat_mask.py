@@ -19,6 +19,8 @@ from recipe.data.report import Drop
 from recipe.data.tokenizer import special_strings, stop_ids
 from recipe.data.turn import Turn, TurnRenderer, encodable
 
+_OPENINGS, _OPENING_CHARS = 1024, 256  # ids of short texts that are kept: how many, how long
+
 
 @dataclass
 class Sequence:
@@ -47,6 +49,7 @@ class ChatMask:
         special = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._added = set(tokenizer.added_tokens_decoder)
+        self._openings: dict[str, list[int]] = {}
         self.turns = TurnRenderer(tokenizer, self._special)
         self.stops = stop_ids(tokenizer, model_path)
         if self._special and (found := self._special.search(self.turns.ending)):
@@ -87,7 +90,8 @@ class ChatMask:
         while turns:  # from the last turn back: one sequence covers every earlier turn that it shows as served
             last = turns[-1]
             shown = [t for t in turns if last.full.startswith(t.prompt + t.answer)]
-            turns = [t for t in turns if t not in shown]
+            seen = set(map(id, shown))
+            turns = [t for t in turns if id(t) not in seen]
             out.sequences += self._sequences(last, shown, out)
         out.sequences.reverse()
         if len(out.sequences) > 1:
@@ -127,14 +131,31 @@ class ChatMask:
             origin -= 1
         origin = max(origin, 0)
         at = int(starts[origin]) if origin else 0
-        return self.backend.encode(prompt[at:], add_special_tokens=False).ids == ids[origin:first].tolist()
+        return self._opening(prompt[at:]) == ids[origin:first].tolist()
+
+    def _opening(self, text: str) -> list[int]:
+        """The ids of a prompt's last part: mostly the same few characters, the opening of an answer."""
+        if len(text) > _OPENING_CHARS:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        if text not in self._openings:
+            if len(self._openings) >= _OPENINGS:
+                self._openings.clear()
+            self._openings[text] = list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._openings[text]
 
     def _served(self, prompt: str, answer: str, notes: Counter[str], open_text: bool = False) -> Sequence:
         """Prompt and answer tokenised apart, as a server does it. ``open_text``: with the tokenizer's own BOS."""
-        opened = self.backend.encode(prompt, add_special_tokens=False).ids
-        whole = self.backend.encode(prompt + answer, add_special_tokens=False).ids
-        joint = whole[: len(opened)] == opened
-        added = whole[len(opened) :] if joint else self._continued(opened, answer, whole)
+        encoding = self.backend.encode(prompt + answer, add_special_tokens=False)
+        whole = list(encoding.ids)
+        ids = np.array(whole, dtype=np.int32)
+        starts = np.maximum.accumulate(np.array([start for start, _ in encoding.offsets], dtype=np.int64))
+        first = int(np.searchsorted(starts, len(prompt)))
+        if self._clean_cut(ids, starts, first, prompt):
+            opened, added = whole[:first], whole[first:]
+        else:
+            opened = list(self.backend.encode(prompt, add_special_tokens=False).ids)
+            joint = whole[: len(opened)] == opened
+            added = whole[len(opened) :] if joint else self._continued(opened, answer, whole)
         if open_text:
             opened = self._with_bos(prompt, opened)
         ids = np.array(opened + added, dtype=np.int32)
@@ -159,9 +180,10 @@ class ChatMask:
 
     def _supervise(self, ids: np.ndarray, mask: np.ndarray, first: int, stop: int, notes: Counter[str]) -> None:
         """Supervise ids[first:stop], but nothing after a stop token: generation would have ended there."""
-        ended = np.isin(ids[first : stop - 1], list(self.stops)).nonzero()[0]
-        if len(ended):
-            stop = first + int(ended[0]) + 1
+        stops = self.stops
+        ended = next((at for at, token in enumerate(ids[first : stop - 1].tolist(), first) if token in stops), None)
+        if ended is not None:
+            stop = ended + 1
             notes["answers that contain a stop token (not supervised after it)"] += 1
         mask[first:stop] = True
 
@@ -179,6 +201,8 @@ class ChatMask:
 
     def _with_bos(self, text: str, bare: list[int]) -> list[int]:
         """``bare`` with the tokenizer's own opening (a BOS), unless the text brings it along. No closing is added."""
+        if self.backend.num_special_tokens_to_add(False) == 0:
+            return bare
         full = self.backend.encode(text, add_special_tokens=True).ids
         at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
         return bare if bare[: at or 1] == full[:at] or not at else full[:at] + bare

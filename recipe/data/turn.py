@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.data.conversation import Chat
+from recipe.data.render import Renderer
 from recipe.data.report import Drop
 from recipe.data.thought import Opened, is_unfinished, take_apart, thought_of
 
@@ -55,6 +56,7 @@ class TurnRenderer:
     def __init__(self, tokenizer: Any, special: re.Pattern[str] | None) -> None:
         self.tokenizer, self._special = tokenizer, special
         self.template = _default_template(tokenizer)
+        self._renderer = Renderer(tokenizer, self.template)
         code = re.sub(r"\{#.*?#\}", "", self.template, flags=re.DOTALL)
         switches = [name for name in _SWITCHES if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", code)]
         self._settings: list[dict[str, Any]] = [{}, *({name: on} for name in switches for on in (False, True))]
@@ -64,6 +66,7 @@ class TurnRenderer:
     def turn(self, chat: Chat, index: int, notes: Counter[str]) -> Turn:
         """The assistant message ``index`` of ``chat`` as served. Raises Drop when the template refuses it."""
         before, said = chat.messages[:index], chat.messages[index]
+        self._renderer.open(chat.messages, chat.tools)
         if "</think>" in self.template and is_unfinished(said):
             raise Drop("unfinished_thought", f"turn {index}")
         full = self.render([*before, said], chat.tools)
@@ -99,13 +102,9 @@ class TurnRenderer:
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, arguments: dict[str, Any]) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments))
+            return self._renderer.text(messages, tools, **arguments)
         except TypeError:  # it joins a call's arguments to text: such templates want them as JSON
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [_with_text_arguments(m) for m in messages], tools=tools, tokenize=False, **arguments
-                )
-            )
+            return self._renderer.text([_with_text_arguments(m) for m in messages], tools, **arguments)
 
     # ---- what the template does, from probes
 
