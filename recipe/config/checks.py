@@ -62,14 +62,15 @@ def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:
         raise ConfigError("dflash.evaluation.prompts", ours.evaluation.prompts, rule, fix)
     row_bytes = shape.hidden_size * DTYPE_BYTES[ours.target.dtype]
     head = 0 if shape.tie_word_embeddings else shape.vocab_size * row_bytes
-    taps = ours.target.target_layer_ids or [0]
-    whole = "" if ours.objective.soft_labels else f" and all {shape.num_layers} layers instead of {max(taps) + 1}"
-    return [
+    notes = [
         f"evaluation: every {ours.evaluation.every} steps, {ours.evaluation.num_prompts} prompts of at most "
-        f"{ours.evaluation.max_new_tokens} new tokens, by target replica 0 of node 0, which stops producing meanwhile; "
-        f"its first rank also holds the drafter and the head ({head / 2**30:.2f} GiB){whole and ', each of its ranks'}"
-        f"{whole.removeprefix(' and')}"
+        f"{ours.evaluation.max_new_tokens} new tokens, by target replica 0 of node 0, which produces nothing meanwhile;"
+        f" its first rank also holds the drafter and the target's head ({head / 2**30:.2f} GiB)"
     ]
+    if not ours.objective.soft_labels:
+        deepest = max(ours.target.target_layer_ids or [0])
+        notes.append(f"evaluation: that replica loads all {shape.num_layers} layers, the others {deepest + 1}")
+    return notes
 
 
 def check_layout(config: RunConfig) -> None:
