@@ -10,7 +10,7 @@ import pytest
 
 from recipe.errors import ConfigError, RunError
 from recipe.shapes import TargetShape
-from recipe.target.plan_cost import plan_table, rank_parameters
+from recipe.target.plan_cost import layer_matrices, plan_table, rank_parameters
 from recipe.target.shard_plan import Cut, ShardPlan, split_columns
 
 QWEN = TargetShape.resolve("Qwen/Qwen3.6-27B")
@@ -135,6 +135,64 @@ def test_broken_plans_are_refused() -> None:
         dataclasses.replace(plan, ranks=(first, rank, *plan.ranks[2:])).verify(QWEN)
     with pytest.raises(RunError, match="does not say how to cut"):
         plan.cut(0, "layers.0.mlp.new_thing.weight")
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}  # Qwen3-30B-A3B
+
+
+def test_mixture_of_experts_is_cut_by_columns_of_every_expert() -> None:
+    shape = TargetShape.from_config(MIXTURE)
+    assert shape.moe is not None and shape.moe.layers == (True,) * 48
+    assert TargetShape.from_config(MIXTURE | {"num_experts": None, "num_local_experts": 128}) == shape
+    whole = ShardPlan.build(shape, 1)
+    embedding = shape.vocab_size * shape.hidden_size
+    held = rank_parameters(shape, whole, 0, 48, final_norm=True) - embedding
+    assert held / 1e9 == pytest.approx(29.9, abs=0.05)  # the model card: 29.9 B without embeddings
+    active = sum(layer_matrices(shape, whole, 0)[part] for part in ("full_attention", "mixture")) * 48
+    assert (active + 2 * embedding) / 1e9 == pytest.approx(3.3, abs=0.1)  # and 3.3 B active, embeddings included
+    row, plan = plan_table(shape, [5])[0], ShardPlan.build(shape, 5)
+    assert [r.experts[1] - r.experts[0] for r in plan.ranks if r.experts] == [160, 152, 152, 152, 152]
+    assert max(row.rank_bytes) - 2 * embedding <= 1.06 * 2 * held / 5
+    assert row.tokens_per_s > 4 * plan_table(QWEN, [5])[0].tokens_per_s  # the work is that of the active experts
+    plan.verify(shape)
+    fused = plan.cut(1, "layers.7.mlp.experts.gate_up_proj")
+    assert fused == Cut(1, ((160, 312), (768 + 160, 768 + 312)))
+    assert plan.local_shape(1, "layers.7.mlp.experts.gate_up_proj", (128, 1536, 2048)) == (128, 304, 2048)
+    assert plan.local_shape(1, "layers.7.mlp.experts.down_proj", (128, 2048, 768)) == (128, 2048, 152)
+    assert plan.cut(4, "layers.7.mlp.gate.weight") is None, "every rank routes by the whole router"
+
+
+def test_broken_mixtures_are_refused() -> None:
+    shape = TargetShape.from_config(
+        MIXTURE | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512}
+        | {f"linear_{name}": 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+        | {"linear_conv_kernel_dim": 4}
+    )  # fmt: skip
+    plan = ShardPlan.build(shape, 3)
+    plan.verify(shape)
+    first = plan.ranks[0]
+    assert first.shared_expert == (0, 176)
+    one_half = Cut(1, (first.experts or (0, 0),) * 2)  # the gate's columns in place of the up projection's
+    for broken, message in (
+        (dataclasses.replace(first, experts=(0, 128)), "columns of each expert"),
+        (dataclasses.replace(first, shared_expert=(16, 176)), "columns of the shared expert"),
+        (dataclasses.replace(first, cuts=first.cuts | {"mlp.experts.gate_up_proj": one_half}), "gate_up_proj"),
+    ):
+        with pytest.raises(RunError, match=message):
+            dataclasses.replace(plan, ranks=(broken, *plan.ranks[1:])).verify(shape)
 
 
 def test_unsupported_models_are_named() -> None:
