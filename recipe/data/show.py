@@ -23,9 +23,7 @@ def show_rows(folder: str | Path, tokenizer: str | Path | None, count: int) -> N
     rows = Rows.open(folder)
     path = tokenizer or rows.meta.get("tokenizer")
     if not path:
-        raise ConfigError(
-            "--tokenizer", None, "is missing; meta.json names none", "give the target's folder"
-        )
+        raise ConfigError("--tokenizer", None, "is missing; meta.json names none", "give the target's folder")
     decoder = load_tokenizer(path)
     console = Console(highlight=False, soft_wrap=True)
     for index in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)).tolist():
