@@ -119,9 +119,9 @@ class Launch:
         assert isinstance(found, dict)
         if found.get("refused"):
             self._refuse(None)
+        self.watchdog.on_end.append(self._clear_away if self.role.is_leader else self._note_death)
         self.watchdog.run_dir = Path(found["run_dir"])
         self.store.put(f"process/{self.role.rank}", ProcessId.own(self.role.rank, self.role.kind).to_dict())
-        self.watchdog.on_end.append(self._clear_away if self.role.is_leader else self._note_death)
         return found
 
     def _note_death(self, report: dict[str, Any]) -> None:
@@ -136,6 +136,8 @@ class Launch:
             return
         if self.args.dry_run:
             shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
+        elif report["code"] != 2 and not self.run_dir.status_json.exists():
+            self._note_death(report)  # later on the desk does it
         elif report["code"] == 2 and not self.args.resume and not steps_of(self.run_dir.checkpoints):
             shutil.rmtree(self.run_dir.path, ignore_errors=True)
 

@@ -49,7 +49,7 @@ def plan_resume(config: RunConfig, rows: Rows, nodes: int) -> Resume:
     saved = worlds_from_json(state["worlds"])
     worlds = continued(saved, world_of(config, nodes, step))
     schedule = Schedule.of(config, rows.lengths, nodes, worlds)
-    if step >= schedule.total_steps:
+    if step > schedule.total_steps or (step == schedule.total_steps and (folder.parent / "summary.json").exists()):
         rule = f"the run has done all of its {schedule.total_steps} steps already"
         raise ConfigError("--resume", run.name, rule, "raise run.max_steps, or start another run")
     if worlds[-1].since == step and len(worlds) > 1:

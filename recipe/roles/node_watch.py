@@ -20,7 +20,7 @@ from recipe.roles import last_words, process
 LOOK_S = 0.2
 STOPPED_S = 10.0  # a sibling in state T (stopped) for this long is hung
 STARVED_S = 5.0  # a look that comes this late: this very process was stopped (Ctrl-Z) or starved
-GRACE_S = 4.0  # before the store is reached, a mistake in the config ends all ranks, but not at the same moment
+GRACE_S = 0.5  # before the store is reached: for the first rank, to say a mistake in the config before it is ended
 ASSEMBLE_S = 60.0  # all siblings must have been seen alive at once by then
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -168,7 +168,7 @@ class NodeWatch:
         return self.report(self.rank, who, 128 + int(signum))
 
     def _end_early(self, report: Report) -> None:
-        """Before there is a watchdog: give a mistake in the config, which all ranks find, the time to be said."""
+        """Before there is a watchdog. The launcher ends one process after the other, so nobody may take long."""
         if report["code"] == 1:
             self._finished.wait(GRACE_S)
         if self._finished.is_set() or not self._early:

@@ -109,10 +109,11 @@ class Watchdog:
         if code == 1:
             patience = BLAME_S if error is not None and last_words.is_of_a_lost_peer(error) else 2 * BEAT_S
             blamed = self._who_is_gone(patience)
-        report = self._raise_flag(blamed or self._watch.report(self.role.rank, cause, code))
+        own = self._watch.report(self.role.rank, cause, code)
+        report = self._raise_flag(blamed or own)
         if error is not None and code == 1:
-            with contextlib.suppress(Exception):
-                last_words.keep_traceback(error, self.role.name, self.run_dir, guilty=report["rank"] == self.role.rank)
+            with contextlib.suppress(Exception):  # a stopped process that was woken is to blame, but its error is not
+                last_words.keep_traceback(error, self.role.name, self.run_dir, guilty=report == own)
         self._end(report)
 
     def finish(self) -> None:

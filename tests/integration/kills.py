@@ -115,6 +115,8 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
     assert code not in (0, 2), said
     assert seconds < order.limit_s, said
     line = last_line(launch.output)
+    if order.phase == "waiting for the others to end" and line.startswith("error: the run is done ("):
+        return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
     assert launch.output.count("the run ends because of") == 1, said
     assert_named(line, order, run_dir, said)
     if order.manner in INNOCENT:

@@ -147,6 +147,8 @@ def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill
             break  # the run was over before that moment came
         left.pop(0)
         kills.append(judge(launch, order, place.run_dir(name)))
+        if (place.run_dir(name) / "summary.json").exists():
+            break  # all was done when it died
         (place.runs / "ballast").unlink(missing_ok=True)
     else:
         launches.append(place.finish(name, "--master-port", port))
