@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -283,7 +283,7 @@ class Schedule:
 
     # -- the learning rate's own count -------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def rate_steps(self) -> int:
         """Steps over which the learning rate runs: those of a run that has always been in the world of now, so that
         it goes on from the same share of the data after a change of world. Equals ``total_steps`` without one."""

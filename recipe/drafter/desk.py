@@ -65,6 +65,9 @@ class Desk:
         for line in describe(config, scene.notes).splitlines():
             self.log.line(line)
         self.log.event(self._opening())
+        few = int((scene.rows.supervised < 2).sum())
+        if few:
+            self.log.event(f"{few} rows have fewer than two supervised tokens: they are read, and train nothing")
 
     def _opening(self) -> str:
         role, schedule, ours = self.scene.role, self.scene.schedule, self.scene.config.dflash
@@ -156,15 +159,31 @@ class Desk:
             "checkpoint": str(self.run_dir.checkpoints / folder_name(steps)),
             "export": str(export),
             "metrics": str(self.run_dir.metrics_jsonl),
+            "counts": {"skipped": self.reporter.metrics.skipped_total, **self.reporter.totals},
         }
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
             summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
         write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
+        for line in self._accounts():
+            self.log.event(line)
         self.log.event(f"done: {steps} steps, export in {export}")
         self.status.done(f"{steps} steps, export in {export}")
         self._close(0)
+
+    def _accounts(self) -> list[str]:
+        """What did not train, and why, since this launch began."""
+        assert self.reporter is not None
+        totals = self.reporter.totals
+        said = {
+            "barren": "deliveries trained nothing: no two supervised tokens in a row, so no anchor",
+            "empty_steps": "steps had nothing supervised on any rank",
+            "unmoved": "steps x ranks changed no weight",
+        }
+        skipped = self.reporter.metrics.skipped_total
+        lines = [f"{skipped} steps were skipped for numbers that are not finite"] if skipped else []
+        return lines + [f"{totals[name]} {text}" for name, text in said.items() if totals.get(name)]
 
     def _on_end(self, report: dict[str, Any]) -> None:
         """The watchdog ends this process: say why in the files too."""

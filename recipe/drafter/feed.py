@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from recipe.config.schema import Noise
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule, entry_id, token_checksum
-from recipe.drafter.anchors import EntryKey, plan_anchors
+from recipe.drafter.anchors import EntryKey, candidates, plan_anchors
 from recipe.drafter.batch import HostLayout, MicroBatch, Tokens, assemble, blank
 from recipe.drafter.noise import add_noise
 from recipe.errors import RunError
@@ -34,6 +35,29 @@ class Planned:
     @property
     def tokens(self) -> int:
         return sum(len(sequence.input_ids) for sequence in self.sequences)
+
+    @property
+    def barren(self) -> int:
+        """Entries without two supervised tokens in a row: they have no anchor and train nothing."""
+        return sum(not len(candidates(sequence.loss_mask)) for sequence in self.sequences)
+
+    @property
+    def keys(self) -> list[EntryKey]:
+        return [sequence.key for sequence in self.sequences]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Rows (start, stop) of each entry in the packed row."""
+        return self.host.spans if self.sequences else ()
+
+
+class Filled(NamedTuple):
+    """A micro-batch with its taps. ``row_sums`` fp32 [streams, C]: sum over the features of each row as it lay in the
+    ring, before noise (not finite where a value of the row is not); None without entries."""
+
+    planned: Planned
+    batch: MicroBatch
+    row_sums: Tensor | None
 
 
 class Feed:
@@ -66,7 +90,7 @@ class Feed:
         self.waited_s = 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = ThreadPoolExecutor(1, "feed", initializer=self._enter_thread)
-        self._next: tuple[int, int, Future[MicroBatch]] | None = None
+        self._next: tuple[int, int, Future[Filled]] | None = None
         self._plans: dict[int, list[Planned]] = {}
 
     def _enter_thread(self) -> None:
@@ -96,52 +120,53 @@ class Feed:
             sequences, anchors, HostLayout.build([len(m) for m in masks], anchors, np.concatenate(masks), self.slots)
         )
 
-    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: int) -> Iterator[Filled]:
         """The micro-batches of ``step`` in order, on the device; the one after is read meanwhile."""
         for index in range(self.schedule.accumulation):
             started = time.monotonic()
-            batch = self._start(step, index).result()
+            filled = self._start(step, index).result()
             self.waited_s += time.monotonic() - started
             if self._stream is not None:
-                self._adopt(batch)
+                self._adopt(filled)
             following = (step, index + 1) if index + 1 < self.schedule.accumulation else (step + 1, 0)
             if following[0] < self.schedule.total_steps:
                 self._start(*following)
-            yield batch
+            yield filled
 
-    def _start(self, step: int, index: int) -> Future[MicroBatch]:
+    def _start(self, step: int, index: int) -> Future[Filled]:
         if self._next is None or self._next[:2] != (step, index):
             self._next = (step, index, self._ahead.submit(self._fill, step, index))
         return self._next[2]
 
-    def _adopt(self, batch: MicroBatch) -> None:
+    def _adopt(self, filled: Filled) -> None:
         """The tensors were written on the copy stream: order them before the compute, and tell the allocator."""
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for value in vars(batch).values():
+        for value in [*vars(filled.batch).values(), filled.row_sums]:
             for tensor in value if isinstance(value, list) else [value]:
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(current)
 
-    def _fill(self, step: int, index: int) -> MicroBatch:
+    def _fill(self, step: int, index: int) -> Filled:
         with torch.cuda.stream(self._stream):  # no effect for None
             planned = self.plan(step)[index]
             spec = self.ring.spec
             if not planned.sequences:
-                return blank(
+                empty = blank(
                     self.taps, spec.hidden, last_hidden=self.last_hidden, dtype=spec.torch_dtype, device=self.device
                 )
+                return Filled(planned, empty, None)
             streams = [
                 torch.empty(planned.tokens, spec.hidden, dtype=spec.torch_dtype, device=self.device)
                 for _ in range(spec.streams)
             ]
             self._read(planned, streams)
+            row_sums = torch.stack([stream.sum(-1, dtype=torch.float32) for stream in streams])
             taps, last = streams[: self.taps], streams[self.taps] if self.last_hidden else None
-            keys = [sequence.key for sequence in planned.sequences]
-            progress = step / max(self.schedule.total_steps - 1, 1)
-            add_noise(taps, planned.host.spans, keys, self.noise, progress, self.seed)
-            return assemble(
+            progress = self.schedule.rate_step(step) / max(self.schedule.rate_steps - 1, 1)
+            add_noise(taps, planned.host.spans, planned.keys, self.noise, progress, self.seed)
+            batch = assemble(
                 np.concatenate([sequence.input_ids for sequence in planned.sequences]),
                 planned.host.loss_mask,
                 [len(sequence.input_ids) for sequence in planned.sequences],
@@ -150,6 +175,7 @@ class Feed:
                 last,
                 self.slots,
             )
+            return Filled(planned, batch, row_sums)
 
     def _read(self, planned: Planned, streams: list[Tensor]) -> None:
         """Copy every entry's pages into the packed row; leases go back only when the copies have completed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from recipe.drafter.config import FULL, SLIDING, DrafterConfig
 from recipe.drafter.model import DFlashDrafter
 from recipe.errors import ConfigError
+from recipe.export_speculators import with_qwen3_defaults
 
 FIELD = "dflash.drafter.init_from"
 NOT_OURS = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight"}
@@ -83,7 +84,7 @@ def _from_speculators(data: Mapping[str, Any], path: Path, wanted: DrafterConfig
     if not taps or data.get("mask_token_id") is None:
         rule = "config.json lacks aux_hidden_state_layer_ids or mask_token_id"
         raise ConfigError(FIELD, str(path), rule, "add the values it was trained with")
-    layers = _with_qwen3_defaults(data.get("transformer_layer_config") or {})
+    layers = with_qwen3_defaults(data.get("transformer_layer_config") or {})
     types = layers.get("layer_types") or [FULL] * layers["num_hidden_layers"]
     both_ways = bool(data.get("sliding_window_non_causal", False))
     depth = data.get("num_target_layers") or (wanted.num_target_layers if wanted else max(taps) + 1)
@@ -97,14 +98,6 @@ def _from_speculators(data: Mapping[str, Any], path: Path, wanted: DrafterConfig
             "in_block_causal": [kind == SLIDING and not both_ways for kind in types],
         },
     }
-
-
-def _with_qwen3_defaults(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """speculators writes only what differs from transformers' defaults: put the defaults back."""
-    from transformers import Qwen3Config
-
-    known = {key: value for key, value in layers.items() if key not in ("model_type", "transformers_version")}
-    return Qwen3Config(**known).to_dict()
 
 
 def _refuse_mismatch(path: Path, found: DrafterConfig, wanted: DrafterConfig) -> None:

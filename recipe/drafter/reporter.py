@@ -19,6 +19,11 @@ from recipe.telemetry.profile import Profile, Verdict
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status_writer import StatusWriter
 
+COUNTED = (
+    "skipped", "nonfinite_taps", "nonfinite_weights", "nonfinite_losses", "nonfinite_gradients", "unmoved", "barren",
+    "empty_steps",
+)  # fmt: skip
+
 
 class SilentReporter:
     """For every rank but the leader."""
@@ -28,6 +33,8 @@ class SilentReporter:
     def flush(self, step: int, sums: dict[str, tuple[float, float]]) -> None: ...
 
     def event(self, text: str) -> None: ...
+
+    def count(self, **counts: int) -> None: ...
 
     def saving(self) -> None: ...
 
@@ -59,6 +66,7 @@ class RunReporter:
         )
         self._waited_s = 0.0
         self.last: dict[str, Any] = {}
+        self.totals: dict[str, int] = {}
         self._started, self._first = time.monotonic(), first_step
         self._watch_ring()
 
@@ -88,12 +96,18 @@ class RunReporter:
             mem=peak_memory_bytes(self.device),
             epoch=self.epoch_of(step - 1),
         )
-        self.log.line(format_line(self.last))
+        self.log.line(format_line(self.last, COUNTED))
         self._note_status(step)
         self.log_metrics(self.last)
 
     def event(self, text: str) -> None:
         self.log.event(text)
+
+    def count(self, **counts: int) -> None:
+        """Events for metrics.jsonl and, where they are not zero, for the log line."""
+        self.metrics.count(**counts)
+        for name, number in counts.items():
+            self.totals[name] = self.totals.get(name, 0) + number
 
     def saving(self) -> None:
         self.status.phase("saving")
@@ -135,7 +149,8 @@ class StartUp(threading.Thread):
         slowest = min(busy, key=lambda phase: phase["done"] / phase["total"] if phase["total"] else 0.0)
         counted = f" {slowest['done']}/{slowest['total']}" if slowest["total"] else ""
         self._status.phase(slowest["phase"], slowest["done"] or None, slowest["total"] or None)
-        text = f"{slowest['phase']}{counted} ({len(busy)} of {len(phases)} ranks)"
+        note = f" {slowest['note']}" if slowest.get("note") else ""
+        text = f"{slowest['phase']}{counted}{note} ({len(busy)} of {len(phases)} ranks)"
         if text != self._said:
             self._said = text
             self._log.event(text)

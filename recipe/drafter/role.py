@@ -13,13 +13,16 @@ from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens
 from recipe.drafter.evaluation import EvaluationClerk
 from recipe.drafter.feed import Feed
+from recipe.drafter.health import Health
 from recipe.drafter.identity import identity
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
+from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
-from recipe.roles.engine import build_engine
+from recipe.roles.engine import build_engine, name_bad_gradients
+from recipe.roles.worlds import world_barrier
 from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
@@ -71,6 +74,8 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         head,
         None if scene.dry_run else checkpoints,
         reporter,
+        Health(engine.module, _streams(scene), name_bad_gradients(engine)),
+        who=scene.role.name,
         scale=scene.config.global_micro_batches(scene.role.nodes),
         log_every=run.log_every,
         save_every=run.save_every,
@@ -79,9 +84,10 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     )
     try:
         trainer.run(scene.first_step)
-    except Diverged as error:
+    except Diverged as error:  # on all ranks in the same step
         if desk is not None:
             desk.diverged(error.step, str(error))
+        world_barrier()  # the first to leave ends the run, and the leader must have written why
         raise
     feed.close()
     if clerk is not None:
@@ -109,6 +115,11 @@ def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> Evaluation
     return clerk
 
 
+def _streams(scene: Scene) -> list[str]:
+    """Names of what a row of the ring carries."""
+    return [f"tap of layer {layer}" for layer in scene.taps] + ["last hidden state"] * scene.soft_labels
+
+
 def compute_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
@@ -127,6 +138,10 @@ def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
 
 def _engine(scene: Scene) -> Any:
     """The drafter under ZeRO. Weights are the same on every rank: drawn from the seed, or read from init_from."""
+    bf16 = scene.config.bf16
+    if bf16.enabled and not bf16.check_grad_overflow:
+        rule = "DeepSpeed would apply gradients that are not finite, and every weight would be lost"
+        raise ConfigError("bf16.check_grad_overflow", False, rule, "leave it true")
     scene.watchdog.progress("building the drafter")
     ours = scene.config.dflash
     mask_id = ours.drafter.mask_token_id

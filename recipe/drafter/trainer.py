@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.feed import Feed
+from recipe.drafter.health import Health, SkipCount, as_pairs, counts
 from recipe.drafter.objective import Objective
 from recipe.errors import RunError
-from recipe.roles.engine import gradient_norm, learning_rate
-from recipe.roles.worlds import sum_over_world
+from recipe.roles.engine import MasterSample, gradient_norm, learning_rate, step_was_skipped
+from recipe.roles.worlds import gather_over_world, sum_over_world
 
 
 class Reporter(Protocol):
@@ -24,19 +24,30 @@ class Reporter(Protocol):
     def step(self, step: int, facts: StepFacts) -> None: ...
     def flush(self, step: int, sums: dict[str, tuple[float, float]]) -> None: ...
     def event(self, text: str) -> None: ...
+    def count(self, **counts: int) -> None: ...
     def saving(self) -> None: ...
 
 
 class StepFacts:
-    """Numbers of one optimizer step: wall seconds, seconds waited for the ring, tokens over all ranks, norm, rate."""
+    """Numbers of one optimizer step: wall seconds, seconds waited for the ring, tokens over all ranks, gradient norm,
+    the learning rate it was made with, and whether it was skipped."""
 
     def __init__(self, seconds: float, waited_s: float, tokens: int, gnorm: float, lr: float, skipped: bool) -> None:
         self.seconds, self.waited_s, self.tokens = seconds, waited_s, tokens
         self.gnorm, self.lr, self.skipped = gnorm, lr, skipped
 
 
+class StepTotals(NamedTuple):
+    """Of one step over all drafter ranks, known before any forward: supervised weight (the loss's denominator), tokens,
+    entries in which nothing is supervised two tokens running."""
+
+    weight: float
+    tokens: int
+    barren: int
+
+
 class Diverged(RunError):
-    """Too many non-finite steps in a row; ``step`` is the last of them."""
+    """Too many non-finite steps, or weights that are not finite; ``step`` is the last step."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)
@@ -49,6 +60,7 @@ class Trainer:
     Args:
         engine: DeepSpeed engine around the drafter.
         embedding, head: the target's, frozen, [V, H] each.
+        health: looks for numbers that are not finite; ``who`` is this rank's name in what it finds.
         scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (deepspeed.md §3).
         moved: called with (phase, step, steps) after every step and before a save, for the watchdog.
     """
@@ -62,7 +74,9 @@ class Trainer:
         head: Tensor,
         checkpoints: Checkpoints | None,
         reporter: Reporter,
+        health: Health,
         *,
+        who: str,
         scale: int,
         log_every: int,
         save_every: int,
@@ -71,40 +85,50 @@ class Trainer:
     ) -> None:
         self.engine, self.feed, self.objective = engine, feed, objective
         self.embedding, self.head, self.checkpoints, self.reporter = embedding, head, checkpoints, reporter
-        self.scale, self.log_every, self.save_every, self.max_skipped = scale, log_every, save_every, max_skipped
-        self.moved = moved
+        self.scale, self.log_every, self.save_every = scale, log_every, save_every
+        self.moved, self.health, self.who = moved, health, who
         self.device = embedding.device
         self._window: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
-        self._skipped_in_a_row = 0
+        self._skips = SkipCount(max_skipped)
+        self._masters = MasterSample(engine)
+        self._unmoved = 0
 
     def run(self, first_step: int) -> None:
         """Train from ``first_step`` to the end of the schedule, then save."""
         steps = self.feed.schedule.total_steps
         for step in range(first_step, steps):
             started, waited = time.monotonic(), self.feed.waited_s
-            weight, tokens = self._global_weight(step)  # before any forward
-            for batch in self.feed.micro_batches(step):
+            totals, rate = self._totals(step), learning_rate(self.engine)  # before any forward
+            for planned, batch, row_sums in self.feed.micro_batches(step):
                 hidden = self.engine(batch, self.embedding)
                 sums = self.objective.sums(hidden, batch, self.head)
-                self.engine.backward(sums.loss_sum * (self.scale / weight))
+                fit = self.health.factor(planned, row_sums, sums.loss_sum)
+                self.engine.backward(sums.loss_sum * (fit * (self.scale / totals.weight)))
                 self.engine.step()
                 self._collect(sums.metrics)
-            self._finish_step(step + 1, started, self.feed.waited_s - waited, tokens)
+            self._finish_step(step + 1, started, self.feed.waited_s - waited, totals, rate)
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 self._flush(step + 1)
             if self.checkpoints is not None and ((step + 1) % self.save_every == 0 or step + 1 == steps):
                 self.moved("saving", step + 1, steps)
                 self.reporter.saving()
+                self._refuse_bad_weights(step + 1)
                 self.checkpoints.save(self.engine, step + 1)
             self.moved("training", step + 1, steps)
 
-    def _global_weight(self, step: int) -> tuple[float, int]:
-        """Supervised weight and tokens of the whole step over all drafter ranks: one sum, one exact denominator."""
+    def _totals(self, step: int) -> StepTotals:
+        """One sum over all drafter ranks gives the one exact denominator, and what a step is counted by."""
         planned = self.feed.plan(step)
-        own = [sum(self.objective.supervised_weight(p) for p in planned), float(sum(p.tokens for p in planned))]
-        weight, tokens = sum_over_world(own, self.device)
-        return max(weight, 1e-12), int(tokens)
+        own = [
+            sum(self.objective.supervised_weight(p) for p in planned),
+            float(sum(p.tokens for p in planned)),
+            float(sum(p.barren for p in planned)),
+        ]
+        weight, tokens, barren = sum_over_world(own, self.device)
+        if weight == 0:
+            self.reporter.count(empty_steps=1)
+        return StepTotals(max(weight, 1e-12), int(tokens), int(barren))
 
     def _collect(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Add numerators and denominators of this micro-batch to the step's, without a device sync."""
@@ -112,27 +136,52 @@ class Trainer:
             added = torch.stack([part.double() for part in pair])
             self._step[name] = self._step[name] + added if name in self._step else added
 
-    def _finish_step(self, step: int, started: float, waited_s: float, tokens: int) -> None:
+    def _finish_step(self, step: int, started: float, waited_s: float, totals: StepTotals, rate: float) -> None:
         norm = gradient_norm(self.engine)
-        skipped = math.isnan(norm)
+        skipped = step_was_skipped(self.engine)
         for name, sums in self._step.items():
             # A skipped step's sums are not finite; they would hide the good steps of the window.
             sums = torch.zeros_like(sums) if skipped else sums
             self._window[name] = self._window[name] + sums if name in self._window else sums
         self._step.clear()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        facts = StepFacts(time.monotonic() - started, waited_s, tokens, norm, learning_rate(self.engine), skipped)
+        facts = StepFacts(time.monotonic() - started, waited_s, totals.tokens, norm, rate, skipped)
         self.reporter.step(step, facts)
+        self.reporter.count(barren=totals.barren)
+        of_late = self._skips.add(skipped)
         if skipped:
-            self.reporter.event(f"step {step} skipped: non-finite gradients ({self._skipped_in_a_row} in a row)")
-        if self._skipped_in_a_row > self.max_skipped:
-            message = f"{self._skipped_in_a_row} steps in a row had non-finite gradients, the last is step {step}"
-            raise Diverged(step, message)
+            self._name_what_is_wrong(step, of_late)
+        else:
+            self.health.step_done()
+        # A rate of 0, as in the first step of a warm-up, changes nothing and is meant to.
+        self._unmoved += int(not self._masters.moved() and not skipped and rate > 0)
+
+    def _name_what_is_wrong(self, step: int, of_late: int) -> None:
+        """Every rank looks, the leader tells. More than ``max_skipped`` of the last steps, or weights that are not
+        finite, which no later step can mend, end the run. Raises Diverged on all ranks."""
+        found = gather_over_world(as_pairs(self.who, self.health.diagnose()))
+        self.reporter.count(**counts(found))
+        self.reporter.event(f"step {step} skipped, nothing was changed ({of_late} skipped of late)")
+        for _, text in found:
+            self.reporter.event(f"step {step}: {text}")
+        cause = found[0][1] if found else "the gradient norm is not finite"
+        if self._skips.too_many():
+            raise Diverged(step, f"{of_late} of the last steps had numbers that are not finite; step {step}: {cause}")
+        if any(kind == "weights" for kind, _ in found):
+            raise Diverged(step, f"step {step}: {cause}")
+
+    def _refuse_bad_weights(self, step: int) -> None:
+        """A checkpoint that could not be used must not push out one that can."""
+        if not self.health.weights_are_finite():
+            raise Diverged(step, f"weights are not finite after step {step}: it is not saved")
 
     def _flush(self, step: int) -> None:
         names = sorted(self._window)
         local = torch.stack([self._window[name] for name in names]).flatten().tolist()
-        summed = sum_over_world(local, self.device)
+        *summed, unmoved = sum_over_world([*local, float(self._unmoved)], self.device)
         self._window.clear()
+        self._unmoved = 0
+        if unmoved:
+            self.reporter.count(unmoved=int(unmoved))
+            self.reporter.event(f"weights did not change in {unmoved:.0f} step(s) x rank(s) up to step {step}")
         pairs = zip(summed[::2], summed[1::2], strict=True)
         self.reporter.flush(step, dict(zip(names, pairs, strict=True)))

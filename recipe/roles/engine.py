@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipe.roles.optimizer_state import load_state, save_state
 
@@ -36,7 +36,60 @@ def gradient_norm(engine: Any) -> float:
     return value if math.isfinite(value) and value >= 0 else math.nan
 
 
+def name_bad_gradients(engine: Any) -> Callable[[], list[str]]:
+    """From now on note, when a step is skipped, the parameters whose gradients (this rank's part) were not finite.
+
+    Returns a function that gives the names and forgets them. DeepSpeed clears the gradients in the same call in which
+    it finds them bad; the one moment between is when it tells its loss scaler.
+    """
+    optimizer, names = engine.optimizer, []
+    tell_scaler = optimizer._update_scale
+
+    def look(has_overflow: bool = False) -> None:
+        if has_overflow:
+            for group, gradients in optimizer.averaged_gradients.items():
+                for parameter, gradient in zip(optimizer.params_in_partition[group], gradients or [], strict=False):
+                    if gradient is not None and not torch.isfinite(gradient).all():
+                        names.append(optimizer.param_names[parameter])
+        tell_scaler(has_overflow)
+
+    def taken() -> list[str]:
+        found = list(names)
+        names.clear()
+        return found
+
+    optimizer._update_scale = look
+    return taken
+
+
+def step_was_skipped(engine: Any) -> bool:
+    """Whether DeepSpeed left the weights alone in the step just taken; the same on every rank."""
+    return bool(engine.optimizer.overflow)
+
+
+class MasterSample:
+    """A few thousand of this rank's fp32 master weights, to notice a step that changes nothing."""
+
+    SIZE = 4096
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._before = self._take()
+
+    def moved(self) -> bool:
+        """Whether any of them changed since the last call."""
+        now = self._take()
+        moved = not torch.equal(now, self._before)
+        self._before = now
+        return moved
+
+    def _take(self) -> Tensor:
+        flats = self.engine.optimizer.single_partition_of_fp32_groups
+        return torch.cat([flat.detach()[:: max(1, flat.numel() // self.SIZE)].clone() for flat in flats])
+
+
 def learning_rate(engine: Any) -> float:
+    """Of the step that comes next."""
     return float(engine.get_lr()[0])
 
 

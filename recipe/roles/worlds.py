@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,13 @@ def share_from_first(values: torch.Tensor) -> None:
 def world_place() -> tuple[int, int]:
     """(rank, size) within this role's world."""
     return dist.get_rank(), dist.get_world_size()
+
+
+def gather_over_world(value: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The lists of all ranks of this role's world, one after the other. Every rank must call it; for rare events."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return [item for part in gathered for item in part]
 
 
 def world_barrier() -> None:
