@@ -25,6 +25,10 @@ def prepare() -> None:
     """Called in every rank before its `main`."""
     if path := os.environ.get("DELIVERIES"):
         record_deliveries(Path(path))
+    if spoilt := os.environ.get("POISON"):
+        from tests.integration import poison
+
+        poison.prepare(json.loads(spoilt))
     order = json.loads(os.environ.get("DEATH", "null"))
     if order is not None and order["rank"] == int(os.environ["LOCAL_RANK"]):
         strike = Strike(order)
