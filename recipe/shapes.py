@@ -16,6 +16,7 @@ NAMED_ALIKE = (
     "vocab_size",
     "max_position_embeddings",
 )  # by most model types; the others are asked of transformers
+MOST_LAYERS = 4096  # a damaged file must not make lists that fill the memory
 KNOWN_SHAPES = Path(__file__).parent / "known_shapes"
 
 
@@ -126,19 +127,32 @@ class TargetShape:
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str = "config.json") -> TargetShape:
         """From the content of a ``config.json`` (of a text model, or of a vision-language one with ``text_config``)."""
-        text = dict(config.get("text_config") or config)
+        inner = config.get("text_config") if isinstance(config, dict) else config
+        if not isinstance(inner or config, dict):
+            rule = "must be a JSON object" + (", text_config too" if isinstance(config, dict) else "")
+            raise ConfigError(source, type(inner or config).__name__, rule, "fetch config.json again")
+        text = dict(inner or config)
         text.setdefault("model_type", config.get("model_type"))
         if "tie_word_embeddings" not in text:  # vision-language checkpoints keep it outside
             text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
         try:
             if any(text.get(key) is None for key in NAMED_ALIKE):
                 text = _with_defaults(text)
-            return cls(**_sizes(text), text_config=text)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            rule = f"cannot be read as a decoder-only language model: {error!r}"
+            return cls(**_positive(_sizes(text)), text_config=text)
+        except Exception as error:  # transformers' own checks of a damaged file raise types of many libraries
+            said = " ".join(str(error).split())[:160]
+            rule = f"cannot be read as a decoder-only language model: {type(error).__name__}: {said}"
             raise ConfigError(
                 source, text.get("model_type"), rule, "use a causal language model that transformers knows"
             ) from error
+
+
+def _positive(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes, all of them above 0 and within reason; ValueError names the first that is not."""
+    for name, value in sizes.items():
+        if not isinstance(value, bool) and isinstance(value, int | float) and not 0 < value < 2**40:
+            raise ValueError(f"{name} is {value}")
+    return sizes
 
 
 def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
@@ -197,6 +211,8 @@ def _moe(text: dict[str, Any], experts: int) -> MoeShape:
 
 def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
     layers = int(text["num_hidden_layers"])
+    if not 0 < layers <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}")
     given = text.get("layer_types")
     if given:
         if len(given) < layers:

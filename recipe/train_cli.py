@@ -23,7 +23,7 @@ from recipe.config import RunConfig, load_config
 from recipe.errors import ConfigError
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
-LINGER_S = 8.0
+LINGER_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +62,16 @@ def _resolve_and_check(config: RunConfig, args: argparse.Namespace, nodes: int) 
     from recipe.config.derive import resolve
     from recipe.config.describe import describe
     from recipe.data.ensure import ensure_rows
+    from recipe.shapes import TargetShape
+    from recipe.target.verify import verify_target
 
     resolved = resolve(config)
     if not args.no_model:
         ensure_rows(resolved)
     fresh = args.replace or args.check
     notes = check(resolved, nodes=nodes, model=not args.no_model, resume=None if fresh else args.resume)
+    if not args.no_model:
+        verify_target(resolved, TargetShape.resolve(resolved.dflash.target.path, resolved.dflash.target.revision))
     if args.check:  # otherwise the run's leader says it, and writes it into train.log
         print(describe(resolved, notes), flush=True)
     return resolved
@@ -167,9 +171,8 @@ def _confirm_done(config: RunConfig, code: int) -> int:
     status = read_status(run_dir)
     if status.state == "DONE" and code == 0:
         return 0
-    print(
-        f"error: the launcher ended with code {code}, and the run is {status.state}: {status.message}; "
-        f"log: {run_dir.train_log}",
-        file=sys.stderr,
-    )
+    what = f"error: the launcher ended with code {code}, and the run is {status.state}: {status.message}"
+    if status.state == "DONE":
+        what = f"error: the run is done ({status.message}), but a process was killed while it left (code {code})"
+    print(f"{what}; log: {run_dir.train_log}", file=sys.stderr)
     return code or 1

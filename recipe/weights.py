@@ -28,6 +28,7 @@ HEADS = (
     "model.language_model.lm_head.weight",
     "embed_out.weight",
 )
+FLOATS = ("BF16", "F16", "F32", "F64")
 EMBEDDING = "embed_tokens.weight"
 EMBEDDINGS = (EMBEDDING, "embed_in.weight", "wte.weight", "word_embeddings.weight")
 FIX = "fetch the model again, or point dflash.target.path at a complete folder"
@@ -72,8 +73,15 @@ class Checkpoint:
         return tuple(self._slice(name, "cpu").get_shape())
 
     def expect(self, name: str, shape: Sequence[int]) -> None:
-        """ConfigError that names the file when ``name`` is missing or does not have this shape."""
+        """ConfigError that names the file when ``name`` is missing, has another shape, or holds no plain floats.
+
+        Other float types than the run's are fine, they are converted; integers and fp8 would need their scales.
+        """
         file, found = self.file_of(name), self.shape(name)
+        dtype = str(self._slice(name, "cpu").get_dtype())
+        if dtype not in FLOATS:
+            rule = f"tensor {name!r} has dtype {dtype}, not one of {', '.join(FLOATS)}; quantised weights are not read"
+            raise ConfigError(str(file), dtype, rule, "use the unquantised checkpoint of this model")
         if found != tuple(shape):
             rule = f"tensor {name!r} has shape {list(found)} where config.json implies {list(shape)}"
             raise ConfigError(str(file), list(found), rule, FIX)
@@ -95,9 +103,13 @@ class Checkpoint:
         """Rows ``[start, stop)`` of a tensor."""
         return self.cut(name, 0, start, stop, device)
 
+    @property
+    def embedding_name(self) -> str:
+        return next(name for name in EMBEDDINGS if name in self._keys)
+
     def embedding(self, device: str | torch.device = "cpu") -> torch.Tensor:
         """Token embedding [V, H]."""
-        return self.tensor(next(name for name in EMBEDDINGS if name in self._keys), device)
+        return self.tensor(self.embedding_name, device)
 
     @property
     def tied(self) -> bool:
@@ -125,7 +137,9 @@ class Checkpoint:
             return dict.fromkeys(self._handle(single, "cpu").keys(), single)
         try:
             weight_map: dict[str, str] = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
+                raise TypeError("weight_map is no table of file names")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(str(index_file), "weight_map", f"not a safetensors index: {error!r}", FIX) from error
         for name in sorted(set(weight_map.values())):
             held = set(self._handle(self.folder / name, "cpu").keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from recipe.roles.tensor_parallel import inference_engine
 from recipe.shapes import TargetShape
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.model import build_meta_model, parameter_shapes, shard_model
-from recipe.target.pieces import Piece, pieces_of
+from recipe.target.pieces import Piece
 from recipe.target.shard_plan import ShardPlan
+from recipe.target.verify import check_pieces, pieces_of_rank
 from recipe.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -28,16 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far a load is: whole layers done, bytes of this rank's share read, seconds since the start."""
+    """How far a load is: whole layers done, bytes of this rank's share read and in all, seconds since the start."""
 
     layers_done: int
     layers: int
     bytes_read: int
     seconds: float
+    bytes_in_all: int
 
     @property
     def gb_per_s(self) -> float:
         return self.bytes_read / 1e9 / max(self.seconds, 1e-9)
+
+    @property
+    def bar(self) -> str:
+        """ "[#####-----] 12.3 of 26.9 GB, 3.1 GB/s": 20 places, this rank's share."""
+        filled = 20 * self.bytes_read // max(self.bytes_in_all, 1)
+        sizes = f"{self.bytes_read / 1e9:.1f} of {self.bytes_in_all / 1e9:.1f} GB"
+        return f"[{'#' * filled}{'-' * (20 - filled)}] {sizes}, {self.gb_per_s:.1f} GB/s"
 
 
 def load_target(
@@ -93,18 +103,17 @@ def load_parameters(
 ) -> None:
     """Fills every (meta) parameter of a sharded model with this rank's part, file after file, on ``device``."""
     start, bytes_read = time.monotonic(), 0
-    parameters, names = dict(model.named_parameters()), frozenset(checkpoint.names)
-    cuts = {name: plan.cut(rank, name) for name in parameters}
-    pieces = [piece for name in parameters for piece in pieces_of(name, full_shapes[name], cuts[name], names)]
+    parameters = dict(model.named_parameters())
+    pieces = pieces_of_rank({name: full_shapes[name] for name in parameters}, plan, rank, checkpoint)
+    check_pieces(checkpoint, pieces)  # all of them before the first is read
+    shapes = {name: plan.local_shape(rank, name, full_shapes[name]) for name in parameters}
+    in_all = sum(math.prod(local) * parameters[name].dtype.itemsize for name, local in shapes.items())
     left = Counter(_layer_of(piece.parameter) for piece in pieces)
     layers = sum(layer >= 0 for layer in left)
-    order = {file: i for i, file in enumerate(dict.fromkeys(checkpoint.file_of(piece.source) for piece in pieces))}
-    for piece in sorted(pieces, key=lambda piece: order[checkpoint.file_of(piece.source)]):  # stable: layers in order
-        checkpoint.expect(piece.source, piece.full)
+    for piece in pieces:
         name = piece.parameter
         if parameters[name].is_meta:
-            local = plan.local_shape(rank, name, full_shapes[name])
-            value = torch.empty(local, dtype=parameters[name].dtype, device=device)
+            value = torch.empty(shapes[name], dtype=parameters[name].dtype, device=device)
             parameters[name] = nn.Parameter(value, requires_grad=False)
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, parameters[name])
@@ -114,7 +123,7 @@ def load_parameters(
         left[_layer_of(name)] -= 1
         if progress is not None and left[_layer_of(name)] == 0:
             done = sum(layer >= 0 and count == 0 for layer, count in left.items())
-            progress(LoadProgress(done, layers, bytes_read, time.monotonic() - start))
+            progress(LoadProgress(done, layers, bytes_read, time.monotonic() - start, in_all))
     checkpoint.close()
 
 
