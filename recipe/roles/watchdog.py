@@ -83,10 +83,13 @@ class Watchdog:
 
     # -- what the main thread calls -----------------------------------------------------------------------------
 
-    def progress(self, phase: str, done: int = 0, total: int = 0, step: int = 0) -> None:
-        """Say that something moved; shown by `status`, and the proof of life that a hang is judged by."""
+    def progress(self, phase: str, done: int = 0, total: int = 0, step: int = 0, note: str = "") -> None:
+        """Say that something moved; shown by `status`, and the proof of life that a hang is judged by.
+
+        ``note`` stands behind the counts on the screen while the run starts.
+        """
         with self._lock:
-            self._phase = {"phase": phase, "done": done, "total": total, "step": step}
+            self._phase = {"phase": phase, "done": done, "total": total, "step": step, "note": note}
             self._progress_at = time.monotonic()
 
     def tick(self) -> None:

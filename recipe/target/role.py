@@ -28,7 +28,7 @@ def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], Loop
     role, watchdog, target = scene.role, scene.watchdog, scene.config.dflash.target
 
     def loading(progress: LoadProgress) -> None:
-        watchdog.progress("loading the target", progress.layers_done, progress.layers)
+        watchdog.progress("loading the target", progress.layers_done, progress.layers, note=progress.bar)
 
     mail = Evaluations(scene.store, scene.run_path / "eval")
     evaluator = make_evaluator(scene, mail) if scene.evaluates else None
