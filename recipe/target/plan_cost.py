@@ -14,8 +14,9 @@ from recipe.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES, attention_biases
 from recipe.target.shard_plan import ShardPlan
 
-H200_TARGET_TFLOPS = 600.0  # one H200, bf16, compiled decoder layers (reference/performance.md: 608)
+H200_TARGET_TFLOPS = 448.0  # one H200, bf16, eager layers with fla's kernels (reference/performance.md)
 H200_DRAFTER_TFLOPS = 440.0  # forward + backward with FlexAttention (reference/performance.md: 437)
+H200_ALL_REDUCE_GB_S = 250.0  # sent by each rank: 168 MB in 0.67 ms between two H200 over NVLink (performance.md)
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,10 @@ class PlanRow:
     """One degree. Per-rank lists have ``tp`` entries. ``efficiency``: ideal time / time of the fullest rank of each
     segment (0 to 1; communication not counted), since ranks wait for each other after every mixer and every MLP.
 
-    ``heads``: query heads; ``rank_bytes``: bytes of weights, embedding included; ``flop_share``: part of the whole
-    model's matrix FLOP (repeated key heads make their sum exceed 1); ``all_reduce_bytes``: what a rank sends per token.
+    ``heads``: query heads; ``mlp_columns``: of a dense MLP, or of each expert; ``rank_bytes``: bytes of weights,
+    embedding included; ``flop_share``: part of the whole model's matrix FLOP (repeated key heads make their sum exceed
+    1); ``all_reduce_bytes``: what a rank sends per token; ``tokens_per_s``: of one target of this degree, compute and
+    all-reduce one after the other.
     """
 
     tp: int
@@ -47,10 +50,12 @@ def plan_table(
     taps: Sequence[int] | None = None,
     need_last_hidden: bool = True,
     tflops: float = H200_TARGET_TFLOPS,
+    all_reduce_gb_s: float = H200_ALL_REDUCE_GB_S,
 ) -> list[PlanRow]:
     """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count."""
     depth = shape.num_layers if need_last_hidden or not taps else max(taps) + 1
-    return [_row(shape, ShardPlan.build(shape, tp), depth, dtype_bytes, need_last_hidden, tflops) for tp in degrees]
+    speeds = (tflops * 1e12, all_reduce_gb_s * 1e9)
+    return [_row(shape, ShardPlan.build(shape, tp), depth, dtype_bytes, need_last_hidden, speeds) for tp in degrees]
 
 
 def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
@@ -126,7 +131,9 @@ def _delta_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
     return conv + 2 * heads.count + value
 
 
-def _row(shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, final_norm: bool, tflops: float) -> PlanRow:
+def _row(
+    shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, final_norm: bool, speeds: tuple[float, float]
+) -> PlanRow:
     tp, layers = plan.tp, mixers_and_mixtures(shape, depth)
     whole = layer_matrices(shape, ShardPlan.build(shape, 1), 0)
     per_rank = [layer_matrices(shape, plan, rank) for rank in range(tp)]
@@ -136,6 +143,10 @@ def _row(shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, fina
         return sum(layer[kind] + layer["mixture" if sparse else "mlp"] for kind, sparse in layers)
 
     efficiency = model_sum(whole) / tp / model_sum(slowest)
+    # a ring all-reduce sends 2·(tp-1)/tp of the hidden state, twice a layer
+    all_reduce = round(2 * depth * shape.hidden_size * dtype_bytes * 2 * (tp - 1) / tp)
+    mixture = shape.moe is not None and any(sparse for _, sparse in layers)
+    columns = [(rank.experts or (0, 0)) if mixture else rank.mlp for rank in plan.ranks]
     deltas = [rank.delta for rank in plan.ranks if rank.delta is not None]
     return PlanRow(
         tp=tp,
@@ -145,11 +156,10 @@ def _row(shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, fina
         kv_heads=[rank.attention.shared_count for rank in plan.ranks],
         value_heads=[delta.count for delta in deltas],
         key_heads=[delta.shared_count for delta in deltas],
-        mlp_columns=[rank.mlp[1] - rank.mlp[0] for rank in plan.ranks],
+        mlp_columns=[stop - start for start, stop in columns],
         flop_share=[model_sum(rank) / model_sum(whole) for rank in per_rank],
-        # a ring all-reduce sends 2·(tp-1)/tp of the hidden state, twice a layer
-        all_reduce_bytes=round(2 * depth * shape.hidden_size * dtype_bytes * 2 * (tp - 1) / tp),
-        tokens_per_s=tflops * 1e12 * tp * efficiency / (2 * model_sum(whole)),
+        all_reduce_bytes=all_reduce,
+        tokens_per_s=1 / (2 * model_sum(slowest) / speeds[0] + all_reduce / speeds[1]),
     )
 
 
