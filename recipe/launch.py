@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ class Launch:
         spec = size.spec(ours.target.dtype, ours.ring.reuse)
         key, run_id = f"ring/{node}", ""
         if self.role.is_node_leader:
-            run_id = f"{ours.run.name}-{os.getpid()}"
+            # Random, because containers that share one /dev/shm may share pids as well.
+            run_id = f"{ours.run.name}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
             path = ring_path(run_id, node)
             ring = Ring.create(path, spec, run_id, producers=self.role.replicas, on_wait=self._on_wait)
             self.watchdog.on_end.append(lambda _: ring.unlink())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from recipe.config.deepspeed_keys import RunConfig
 from recipe.config.schema import Layout
 from recipe.errors import ConfigError
+from recipe.ring.segment import remove_dead_rings
 from recipe.ring.sizing import RingSize, available_shm, check_fits, plan_ring
 from recipe.shapes import TargetShape
 from recipe.telemetry.gpu import load_nvml
@@ -161,6 +162,7 @@ def check_machine(config: RunConfig, size: RingSize) -> None:
         )
         fix = "change the two lists, look at CUDA_VISIBLE_DEVICES, or set dflash.layout.share_gpus to true"
         raise ConfigError("dflash.layout", ranks, rule, fix)
+    remove_dead_rings(Path("/dev/shm"))  # what killed runs left must not count as used
     check_fits(size, available_shm())
     resolve_mode(config.dflash.telemetry.wandb.mode)
     if layout.device == "cuda":

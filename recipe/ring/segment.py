@@ -22,6 +22,7 @@ from recipe.ring.sync import is_alive
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _CHUNK = 64 << 20
+STALE_WAIT_S = 2.0  # two starters that find the same stale file take turns
 
 
 def ring_path(run_id: str, node: int, root: str | os.PathLike[str] = "/dev/shm") -> Path:
@@ -36,6 +37,9 @@ class Segment:
         self.path, self.spec, self.layout = path, spec, Layout(spec)
         status = os.fstat(fd)
         self.inode = (status.st_dev, status.st_ino)
+        # The mapping keeps a duplicate of ``fd``, and with it this lock, until it is gone: the kernel's word on whether
+        # anybody uses the file, across pid namespaces (containers that share one /dev/shm) too.
+        fcntl.flock(fd, fcntl.LOCK_SH)
         self.mapping = mmap.mmap(fd, self.layout.total)
         self.views = Views(self.mapping, self.layout)
         self._anchor = ctypes.c_char.from_buffer(self.mapping)  # keeps the address valid as long as this object lives
@@ -47,6 +51,7 @@ class Segment:
 
         Raises ConfigError when the memory does not suffice or the name belongs to somebody else or to a living run.
         """
+        remove_dead_rings(path.parent)
         check_fits(spec.bytes, available_shm(path.parent))
         fd, temporary = _open_nameless(path)
         try:
@@ -165,9 +170,8 @@ def _remove_stale(path: Path) -> None:
     except OSError as error:
         raise _foreign(path, f"cannot be opened ({error.strerror})") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # two starters that find the same stale file take turns
         _, pid, alive = _judge(fd, path, None)
-        if alive:
+        if alive or not _lock_unused(fd, STALE_WAIT_S):
             raise _foreign(path, f"belongs to a run that is alive (pid {pid})", "use another run name, or end that run")
         with contextlib.suppress(FileNotFoundError):
             now, judged = os.stat(path, follow_symlinks=False), os.fstat(fd)
@@ -175,6 +179,41 @@ def _remove_stale(path: Path) -> None:
                 path.unlink()
     finally:
         os.close(fd)
+
+
+def remove_dead_rings(folder: Path) -> list[Path]:
+    """Removes the rings that killed runs of this user left in ``folder`` (killed before the name was taken away).
+
+    Files of others, of living processes, of runs in other containers, and whatever is no ring stay. Returns what went.
+    """
+    removed = []
+    for path in sorted(folder.glob("dflash-*.ring")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            if not _judge(fd, path, None)[2] and _lock_unused(fd, 0.0):
+                path.unlink()
+                removed.append(path)
+        except (ConfigError, RunError, OSError):
+            continue
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _lock_unused(fd: int, wait_s: float) -> bool:
+    """Takes the file's exclusive lock; False if somebody still maps it. A starter that judges it lets go at once."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
 
 
 def _judge(fd: int, path: Path, run_id: str | None) -> tuple[RingSpec, int, bool]:

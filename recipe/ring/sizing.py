@@ -128,9 +128,15 @@ def available_shm(
     """Bytes that a new file at ``path`` could take: ``shm_free`` (statvfs), ``mem_available``, ``cgroup_free``.
 
     ``cgroup_free`` is the tightest limit (version 1 or 2) of this process's group and its parents, less what is used,
-    plus file cache that the kernel would give up. None where there is no such number.
+    plus file cache that the kernel would give up. None where there is no such number. Raises ConfigError without
+    ``path``.
     """
-    status = os.statvfs(path)
+    try:
+        status = os.statvfs(path)
+    except (FileNotFoundError, NotADirectoryError):
+        rule = "the ring lives in shared memory, and this machine has none there"
+        fix = "train on Linux, with /dev/shm mounted (docker: --shm-size, or --ipc=host)"
+        raise ConfigError("dflash.ring", str(path), rule, fix) from None
     return {
         "shm_free": status.f_bavail * status.f_frsize,
         "mem_available": _mem_available(Path(proc)),
