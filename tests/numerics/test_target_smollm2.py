@@ -1,9 +1,17 @@
-"""Real bf16 weights (SmolLM2-135M-Instruct, `./run.sh fetch-smollm2`) against plain transformers at tp 1 and 2."""
+"""Real bf16 weights (SmolLM2-135M-Instruct, `./run.sh fetch-smollm2`) against plain transformers at tp 1 and 2.
+
+bf16 rounds every layer's output, so transformers' own bf16 taps are off the fp32 truth by 1.5 % on average and by 10 %
+at single positions (cosine 0.995). Another order of summation rounds otherwise: two bf16 runs differ by as much from
+each other, however right both are; summing the ranks' parts in fp32 changes nothing about it (docs/decisions.md). What
+can be asked is therefore: on average the taps point where transformers' do, the argmax is the same wherever rounding
+does not decide it, and no statistic over the positions is farther from the truth than transformers' own.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +27,8 @@ from recipe.target.shard_plan import ShardPlan
 from recipe.weights import Checkpoint
 
 FOLDER = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct"
-TEXT = (Path(__file__).parents[2] / "LICENSE", Path(__file__))  # prose and code
+TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that does not change
+ROWS, TOKENS = 4, 128
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason="needs ./run.sh fetch-smollm2"),
@@ -28,11 +37,23 @@ pytestmark = [
 
 
 def prompts() -> torch.Tensor:
-    """[2, 128] tokens of real text."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    texts = [path.read_text(encoding="utf-8") for path in TEXT if path.is_file()]
-    ids = [tokenizer(text)["input_ids"][:128] for text in texts]
-    return torch.tensor([row for row in ids if len(row) == 128])
+    """[ROWS, TOKENS] tokens of real text."""
+    ids = AutoTokenizer.from_pretrained(FOLDER)(TEXT.read_text(encoding="utf-8"))["input_ids"]
+    return torch.tensor(ids[: ROWS * TOKENS]).reshape(ROWS, TOKENS)
+
+
+def transformers_taps(dtype: torch.dtype, taps: Sequence[int]) -> list[torch.Tensor]:
+    """transformers' taps and last hidden state, in fp32, when it computes in ``dtype``."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+    with torch.no_grad():
+        output = model.model(input_ids=prompts(), output_hidden_states=True, use_cache=False)
+    return [*(output.hidden_states[tap + 1].float() for tap in taps), output.last_hidden_state.float()]
+
+
+def errors(found: torch.Tensor, truth: torch.Tensor) -> list[float]:
+    """Relative error of a position's vector: mean over the positions, 99th percentile, largest."""
+    relative = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).flatten()
+    return [round(float(value), 5) for value in (relative.mean(), relative.quantile(0.99), relative.max())]
 
 
 def run_rank(rank: int, tp: int, store: str, out: str) -> None:
@@ -65,16 +86,29 @@ def test_bf16_taps_and_argmax_agree_with_transformers(tmp_path: Path, tp: int) -
         process.join(300)
     assert [process.exitcode for process in ranks] == [0] * tp
     states = torch.load(tmp_path / "out-0")
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).eval()
-    with torch.no_grad():
-        output = model(input_ids=prompts(), output_hidden_states=True, use_cache=False)
-    taps = default_target_layer_ids(model.config.num_hidden_layers)
-    for state, tap in zip(states, taps, strict=False):
-        expected = output.hidden_states[tap + 1].float()
-        cosine = torch.cosine_similarity(state.float(), expected, dim=-1)
-        print(f"tp={tp} tap {tap}: least cosine {cosine.min():.5f}, mean {cosine.mean():.6f}")
-        assert cosine.min() >= 0.999
-    logits = states[-1] @ Checkpoint(FOLDER).head().to(torch.bfloat16).T  # in bf16, as transformers does
-    same = (logits.argmax(-1) == output.logits.argmax(-1)).float().mean().item()
-    print(f"tp={tp}: same argmax on {same:.2%} of {logits.shape[0] * logits.shape[1]} positions")
-    assert same >= 0.99
+    taps = default_target_layer_ids(TargetShape.resolve(str(FOLDER)).num_layers)
+    plain, truth = transformers_taps(torch.bfloat16, taps), transformers_taps(torch.float32, taps)
+    for name, state, expected, exact in zip([*taps, "last"], states, plain, truth, strict=True):
+        cosine = torch.cosine_similarity(state.float(), expected, dim=-1).mean()
+        ours, theirs = errors(state.float(), exact), errors(expected, exact)
+        print(f"tp={tp} tap {name}: mean cosine {cosine:.6f}; error mean, p99, max {ours} against {theirs}")
+        assert cosine >= 0.999
+        for value, own, slack in zip(ours, theirs, (1.15, 1.3, 1.5), strict=True):
+            assert value <= slack * own
+    head = Checkpoint(FOLDER).head().float()
+    ours, theirs, exact = (last.float() @ head.T for last in (states[-1], plain[-1], truth[-1]))
+    best = exact.topk(2, dim=-1).values
+    decided = best[..., 0] - best[..., 1] > 2 * (theirs - exact).std()  # elsewhere rounding decides, in any bf16 run
+    same = ours.argmax(-1) == theirs.argmax(-1)
+    right, right_theirs = (share(logits.argmax(-1) == exact.argmax(-1)) for logits in (ours, theirs))
+    print(
+        f"tp={tp}: same argmax on {share(same):.2%} of all positions, "
+        f"{share(same[decided]):.2%} of the {share(decided):.0%} that are decided"
+    )
+    print(f"tp={tp}: argmax of fp32 on {right:.2%}, transformers in bf16 on {right_theirs:.2%}")
+    assert share(same[decided]) >= 0.99 and share(decided) > 0.5
+    assert right >= right_theirs - 0.015
+
+
+def share(mask: torch.Tensor) -> float:
+    return mask.float().mean().item()
