@@ -32,7 +32,8 @@ class Launch:
 
     @property
     def output(self) -> str:
-        return (self.folder / "output").read_text(errors="replace")
+        path = self.folder / "output"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def pid(self, name: str, timeout_s: float = 60.0) -> int:
         """Pid of ``cli``, ``runner``, ``launcher`` or ``rankN``; waits until it is there."""
