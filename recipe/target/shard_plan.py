@@ -112,8 +112,9 @@ class ShardPlan:
         if tp < 1:
             raise ConfigError("dflash.layout.target_tp", tp, "a tensor-parallel degree is at least 1", "use 1 or more")
         if shape.model_type not in SUPPORTED:
-            rule = f"no shard plan for this model type; supported: {', '.join(SUPPORTED)}"
-            hint = f"use a supported target.{nearest(shape.model_type, SUPPORTED)}"
+            rule = f"this model type has no shard plan; those that have one: {', '.join(SUPPORTED)}"
+            hint = "train with target_tp 1, or try a higher one: DeepSpeed's AutoTP is then checked at the start."
+            hint += nearest(shape.model_type, SUPPORTED)
             raise ConfigError("model_type", shape.model_type, rule, hint)
         _require_whole_groups(shape)
         queries = split_heads(shape.num_attention_heads, shape.num_key_value_heads, tp)
