@@ -15,6 +15,7 @@ from recipe.ring.segment import remove_dead_rings
 from recipe.ring.sizing import RingSize, available_shm, check_fits, plan_ring
 from recipe.shapes import TargetShape
 from recipe.telemetry.gpu import load_nvml
+from recipe.telemetry.provenance import REDACTED, looks_secret
 from recipe.telemetry.wandb_run import resolve_mode
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def _refuse_peak(config: RunConfig, needed: int, size: RingSize) -> None:
 
 def check_machine(config: RunConfig, size: RingSize) -> None:
     """The layout against this machine's GPUs, the ring against its memory. Raises ConfigError."""
+    refuse_secrets(config.model_dump(mode="json"))
     layout = config.dflash.layout
     ranks = len(layout.target_gpus) + len(layout.drafter_gpus)
     gpus = visible_gpus() if layout.device == "cuda" else 0
@@ -180,6 +182,19 @@ def _check_shared(layout: Layout, gpus: int) -> None:
     if max(targets) >= gpus:
         rule = f"DeepSpeed inference takes GPU {max(targets)} for rank {max(targets)}, and {gpus} are visible here"
         raise ConfigError("dflash.layout.target_gpus", targets, rule, "give the targets the first numbers")
+
+
+def refuse_secrets(values: object, path: str = "") -> None:
+    """A config is stored with its run, and shown: raises ConfigError for a value that holds a password or key."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            refuse_secrets(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            refuse_secrets(value, f"{path}[{index}]")
+    elif isinstance(values, str) and looks_secret(values):
+        fix = "take it out; keys belong in the environment (WANDB_API_KEY, HF_TOKEN)"
+        raise ConfigError(path, REDACTED, "holds a password or key, and a config is stored and shown", fix)
 
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:

@@ -75,6 +75,11 @@ def redact_text(text: str) -> str:
     return text
 
 
+def looks_secret(text: str) -> bool:
+    """Whether a text holds a password in a URL, a bearer token, ``api_key=…`` or a key of a known form."""
+    return any(pattern.search(text) for pattern, _ in _IN_TEXT)
+
+
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """The command line; the word after a secret option (``--api-key abc``) is blanked too."""
     result: list[str] = []

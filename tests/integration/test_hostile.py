@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import os
 import shutil
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.config.feasibility import refuse_secrets
 from recipe.errors import ConfigError
 from recipe.ring import Ring, RingSpec, available_shm, ring_path
 from recipe.ring.segment import remove_dead_rings
@@ -170,20 +173,46 @@ def test_collectives_use_the_interface_of_the_launch(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["https://me:hunter2@host/runs", "hf_0123456789abcdefghij", "api_key=abcdef123", "Bearer abcdefgh12345"]
+)
+def test_a_config_with_a_secret_is_refused_without_showing_it(value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)dflash\.telemetry\.wandb\.project.*keys belong in the environment"
+    ) as refused:
+        refuse_secrets({"dflash": {"telemetry": {"wandb": {"project": value}}, "layout": {"target_gpus": [0, 1]}}})
+    assert value not in str(refused.value)
+
+
+def test_every_shipped_config_is_free_of_what_looks_like_a_secret() -> None:
+    for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
+        refuse_secrets(json.loads(path.read_text()))
+
+
 # -- what no module may do -----------------------------------------------------------------
 
 #: Wall-clock times that are only shown or stored, or compared with another host's heartbeat: never a time-out.
 SHOWS_WALL_CLOCK = {"telemetry/metrics.py", "telemetry/run_dir.py", "telemetry/status.py", "telemetry/status_writer.py"}
 
 
+@functools.cache
 def calls() -> list[tuple[str, str, ast.Call]]:
     """(module, dotted name of the function, call) of every call in recipe/."""
     found = []
     for path in sorted((REPOSITORY / "recipe").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
-                found.append((path.relative_to(REPOSITORY / "recipe").as_posix(), ast.unparse(node.func), node))
+                found.append((path.relative_to(REPOSITORY / "recipe").as_posix(), dotted(node.func), node))
     return found
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
 
 
 def test_no_time_out_depends_on_the_wall_clock() -> None:
