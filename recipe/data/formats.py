@@ -222,7 +222,7 @@ def _read_columns(stream: IO[bytes], suffix: str, packed: bool) -> Iterator[tupl
     if packed:
         stream = on_disk(stream)  # these formats are read from their end
     if suffix == ".parquet":
-        batches = pq.ParquetFile(stream).iter_batches(256)
+        batches = _row_groups(pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20))
     else:
         start = stream.read(6)
         stream.seek(0)
@@ -237,6 +237,12 @@ def _read_columns(stream: IO[bytes], suffix: str, packed: bool) -> Iterator[tupl
             for row in batch.slice(at, 256).to_pylist():
                 number += 1
                 yield number, _without_nulls(row)
+
+
+def _row_groups(file: Any) -> Iterator[Any]:
+    """Batches of one row group after the other: asked for all at once, they would be buffered together."""
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(256, row_groups=[group])
 
 
 def _without_nulls(value: Any) -> Any:

@@ -231,14 +231,16 @@ def _chosen(paths: list[Path], settings: dict[str, Any], position: Position) -> 
 
 
 def _refuse_drops(report: Report, strict: bool) -> None:
-    if strict and report.dropped:
-        reason, example = next(iter(report.examples.items()))
-        raise ConfigError(
-            "--strict",
-            f"{example['file']}:{example['row']}",
-            f"row dropped: {reason} ({example['meaning']}; {example['detail']})",
-            "mend the row, or leave out --strict",
-        )
+    if not strict or not (report.dropped or report.dropped_turns):
+        return
+    reason = next(iter(report.dropped or report.dropped_turns))
+    example, what = report.examples[reason], "row dropped" if report.dropped else "turn not supervised"
+    raise ConfigError(
+        "--strict",
+        f"{example['file']}:{example['row']}",
+        f"{what}: {reason} ({example['meaning']}; {example['detail']})",
+        "mend the row, or leave out --strict",
+    )
 
 
 def _require_rows(report: Report, paths: list[Path]) -> None:
@@ -298,7 +300,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--holdout", type=float, default=0, metavar="N|SHARE", help="rows kept from training")
     parser.add_argument("--max-samples", type=int, metavar="N", help="use this many rows, drawn from all inputs")
     parser.add_argument("--weights", type=float, nargs="+", metavar="W", help="one mixing weight for each input file")
-    parser.add_argument("--strict", action="store_true", help="a row that cannot be used is an error")
+    parser.add_argument("--strict", action="store_true", help="a row or turn that cannot be used is an error")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and of the split (%(default)s)")
     parser.add_argument("--num-proc", type=int, metavar="N", help="worker processes (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="make the rows again even if nothing changed")

@@ -77,6 +77,14 @@ class Report:
         """Count one dropped row and keep the first of its kind as the example."""
         self.dropped[error.reason] += 1
         self._source(source)["dropped"] += 1
+        self._example(source, where, error, excerpt)
+
+    def drop_turn(self, source: str, where: int, error: Drop, excerpt: str) -> None:
+        """Count one turn that is not supervised in a row that is kept."""
+        self.dropped_turns[error.reason] += 1
+        self._example(source, where, error, excerpt)
+
+    def _example(self, source: str, where: int, error: Drop, excerpt: str) -> None:
         if error.reason not in self.examples:
             self.examples[error.reason] = {
                 "file": source,

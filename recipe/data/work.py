@@ -58,6 +58,8 @@ def work(chunk: Chunk, masker: ChatMask, job: Job) -> Result:
             report.drop(record.source, record.number, ours, _excerpt(record.content))
             continue
         report.keep(record.source)
+        for turn in masked.turns:
+            report.drop_turn(record.source, record.number, turn, _excerpt(record.content))
         _count(masked, report)
         _append(columns, number, _name(row, record), sample, masked, job.with_prompts)
     arrays = [_column(columns[f.name], f.type) for f in SCHEMA]
@@ -80,7 +82,6 @@ def _name(row: Any, record: Record) -> str:
 
 
 def _count(masked: Masked, report: Report) -> None:
-    report.dropped_turns.update(drop.reason for drop in masked.turns)
     report.notes.update(masked.notes)
     for sequence in masked.sequences:
         report.sequences += 1

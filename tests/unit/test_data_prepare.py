@@ -268,6 +268,14 @@ def test_max_samples_draws_from_all_sources(tok: Path, tmp_path: Path) -> None:
         ({"schema": "mesages"}, "--format"),
         ({"holdout": -1}, "--holdout"),
         ({"holdout": 5}, "--holdout"),
+        ({"holdout": float("nan")}, "--holdout"),
+        ({"holdout": float("inf")}, "--holdout"),
+        ({"inputs": [""]}, "--input"),
+        ({"inputs": ["a\0b"]}, "--input"),
+        ({"inputs": ["/dev/null"]}, "--input"),
+        ({"tokenizer": "~nosuchuser/x"}, "--tokenizer"),
+        ({"tokenizer": "a\0b"}, "--tokenizer"),
+        ({"weights": [float("nan")]}, "--weights"),
         ({"max_samples": 0}, "--max-samples"),
         ({"weights": [1.0, 2.0]}, "--weights"),
     ],
@@ -276,7 +284,16 @@ def test_mistakes_are_named(tok: Path, tmp_path: Path, change: dict[str, Any], f
     settings = {"inputs": [jsonl(tmp_path / "a.jsonl", [turn("one"), turn("two")])], "tokenizer": tok, **change}
     with pytest.raises(ConfigError) as error:
         prepare(output=tmp_path / "out", **settings)
-    assert error.value.field == field
+    assert error.value.field == field and sorted(os.listdir(tmp_path)) == ["a.jsonl"]
+
+
+def test_options_of_the_command_line_alone(tok: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    for words, field in ((["--output", str(tmp_path), "--show=-1"], "--show"), (["--output", " "], "--output")):
+        with pytest.raises(ConfigError) as error:
+            verb.run(parser.parse_args(words))
+        assert error.value.field == field
 
 
 def test_a_killed_job_goes_on(tok: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
