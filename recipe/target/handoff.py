@@ -54,6 +54,7 @@ class Handoff:
         """
         self._slots.acquire()
         if self._failed:
+            self._slots.release()
             return  # the run is being ended by on_error
         ready = torch.cuda.Event() if self._stream is not None else None
         if ready is not None:
