@@ -16,14 +16,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from recipe.config import RunConfig, load_config
 from recipe.errors import ConfigError
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
-LINGER_S = 5.0
+LINGER_S = 15.0  # for a launcher and ranks whose runner was killed: the last line comes when they are gone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,16 +124,16 @@ def _launch(command: list[str]) -> tuple[int, str]:
     Returns the exit code and the line in which the run said why it ended (empty when it said nothing).
     """
     from recipe.roles import last_words
-    from recipe.roles.process import die_with_parent
+    from recipe.roles.process import adopt_orphans, children_of, die_with_parent, wait_for_children
 
+    adopt_orphans()
+    others = {pid for _, pid in children_of(os.getpid())}
     with tempfile.TemporaryDirectory(prefix="dflash-train-", ignore_cleanup_errors=True) as folder:
         words = Path(folder) / "last_words"
         environment = dict(os.environ, PYTHONUNBUFFERED="1", **{last_words.VARIABLE: f"{os.getpid()}:{words}"})
         runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
         code = _see_through(runner)
-        deadline = time.monotonic() + LINGER_S  # a runner that was killed leaves ranks that are still ending
-        while code != 0 and not words.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_children(others, LINGER_S)
         return code, words.read_text(encoding="utf-8").strip() if words.exists() else ""
 
 

@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def _stat(pid: int) -> list[bytes] | None:
@@ -79,6 +81,26 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def adopt_orphans() -> None:
+    """From now on descendants whose parents die become children of this process, which can wait for them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def wait_for_children(but: set[int], limit_s: float) -> bool:
+    """Wait until this process has no child left ``but`` those; False when it still has after ``limit_s`` seconds."""
+    deadline = time.monotonic() + limit_s
+    while left := {pid for _, pid in children_of(os.getpid())} - but:
+        if time.monotonic() > deadline:
+            return False
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+    return True
 
 
 def end(pid: int, ticks: int, signum: signal.Signals = signal.SIGKILL) -> None:
