@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe.errors import ConfigError
 from recipe.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.loader import LoadProgress, load_target
+from recipe.target.logits import refuse_changed_logits
 from recipe.target.shard_plan import ShardPlan
 from recipe.target.stock import load_stock
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine
     from torch.distributed import ProcessGroup
-
-# Keys of a config.json that change logits after the head, with the value that means "not at all".
-LOGIT_CHANGES = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
 
 
 def open_target(
@@ -46,13 +43,3 @@ def open_target(
         plan = ShardPlan.build(shape, tp)
         return load_target(path, shape, plan, tp_rank, group, device, dtype, taps, need_last_hidden, progress, revision)
     return load_stock(path, shape, tp, tp_rank, group, device, dtype, taps, need_last_hidden, revision)
-
-
-def refuse_changed_logits(shape: TargetShape) -> None:
-    """ConfigError for a model whose logits are not simply head times last hidden state."""
-    for key, neutral in LOGIT_CHANGES.items():
-        value = shape.text_config.get(key, neutral)
-        if value not in (neutral, None):
-            rule = f"{shape.model_type} changes its logits behind the head ({key} = {value}), which we do not compute"
-            fix = "set it to false, and dflash.evaluation.every to 0"
-            raise ConfigError("dflash.objective.soft_labels", True, rule, fix)

@@ -8,6 +8,7 @@ from recipe.config import RunConfig
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
 from recipe.target.architectures import ARCHITECTURES
+from recipe.target.logits import refuse_changed_logits
 from recipe.target.pieces import Piece, pieces_of
 from recipe.target.shard_plan import ShardPlan
 from recipe.weights import Checkpoint
@@ -54,6 +55,8 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     source = str(model_folder(ours.target.path, ours.target.revision) / "config.json")
     try:
         full_shapes = parameter_shapes(build_meta_model(shape, depth, last, torch.bfloat16))
+        if last:
+            refuse_changed_logits(shape)
     except ConfigError:
         raise
     except Exception as error:  # whatever transformers makes of a config.json that is not one of its own

@@ -17,6 +17,7 @@ from recipe.roles.worlds import disable_shm_all_reduce
 from recipe.shapes import TargetShape
 from recipe.target.capture import TapCapture, layers_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+from recipe.target.logits import refuse_changed_logits
 from recipe.target.open import open_target
 from recipe.target.stock import check_outputs, compare_outputs, load_stock, load_whole
 from recipe.weights import Checkpoint
@@ -158,6 +159,9 @@ def test_soft_labels_are_refused_where_the_head_is_not_all(saved: Path, tmp_path
     AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path / "granite")
     phi = AutoConfig.for_model("phi", **SETTINGS)  # its head has a bias
     AutoModelForCausalLM.from_config(phi).save_pretrained(tmp_path / "phi")
+    gemma = TargetShape.from_config({"model_type": "gemma2", **SETTINGS})
+    with pytest.raises(ConfigError, match=r"final_logit_softcapping = 30\.0"):  # a default, not in config.json
+        refuse_changed_logits(gemma)
     for folder, cause in ((tmp_path / "granite", "logits_scaling = 8.0"), (tmp_path / "phi", "bias")):
         shape = TargetShape.resolve(str(folder))
         with pytest.raises(ConfigError, match=rf"soft_labels.*{cause}"):
