@@ -11,15 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from recipe.config.feasibility import refuse_secrets
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, RunError
 from recipe.ring import Ring, RingSpec, available_shm, ring_path
 from recipe.ring.segment import remove_dead_rings
-from recipe.roles.network import interface_of, listen, port_holder, settle_interface
+from recipe.roles.network import await_listener, interface_of, listen, port_holder, settle_interface
+from recipe.roles.role import Role
+from recipe.roles.store import ControlStore
 from tests.integration import sockets
 from tests.tiny import make_config, make_rows, make_target
 
@@ -171,6 +174,47 @@ def test_collectives_use_the_interface_of_the_launch(monkeypatch: pytest.MonkeyP
     assert settle_interface("127.0.0.1", 1) == loopback
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback and os.environ["NCCL_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_a_second_launch_cannot_take_a_rank_in_the_first_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    role = Role("target", 0, 4, 0, 2, 0, 0, 1, 1, 1)
+    before = sockets.listening([os.getpid()])
+    store = ControlStore.connect(role, "run", serve=True)
+    store.claim(role)
+    other = ControlStore.connect(role, "run", serve=False)
+    with pytest.raises(RunError, match="another launch of this run"):
+        other.claim(role)
+    assert sockets.listening([os.getpid()]) - before <= {"127.0.0.1"}
+    with pytest.raises(ConfigError, match="in use by pid"):
+        ControlStore.connect(role, "run", serve=True)
+
+
+def test_a_rank_that_waits_for_rank_0_obeys_sigterm_at_once() -> None:
+    """SIGTERM is blocked in every rank and nobody watches yet; a launcher would otherwise need 30 s to end it."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        port, blocked = closed.getsockname()[1], os.pipe()
+        waiting = os.fork()
+        if waiting == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+            os.write(blocked[1], b"x")
+            try:
+                await_listener("127.0.0.1", port, "rank 1", 60.0)
+            except RunError as error:
+                os._exit(7 if "told to end" in str(error) else 8)
+            os._exit(9)
+        os.read(blocked[0], 1)
+        os.kill(waiting, signal.SIGTERM)
+        begun = time.monotonic()
+        assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 7
+        assert time.monotonic() - begun < 5.0
+        with pytest.raises(RunError, match="cannot be reached after"):
+            await_listener("127.0.0.1", port, "rank 1", 0.3)
 
 
 # -- secrets ----------------------------------------------------------------------------------------------------------
