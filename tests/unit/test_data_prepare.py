@@ -162,7 +162,11 @@ def test_unchanged_is_up_to_date_and_every_input_is_in_the_key(tok: Path, tmp_pa
         return json.loads((out / "meta.json").read_text())["key"]
 
     first = json.loads((out / "meta.json").read_text())["key"]
-    keys = [first, key(max_seq_len=64), key(seed=1), key(holdout=1)]
+    keys = [first, key(max_seq_len=64), key(seed=1), key(holdout=1), key(schema="messages"), key(max_samples=1)]
+    keys.append(key(weights=[0.5]))
+    stops = save_tokenizer(tmp_path / "t1", "chatml")
+    (stops / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    keys.append(key(tokenizer=stops))
     keys.append(
         key(tokenizer=save_tokenizer(tmp_path / "t2", "chatml", template=CHATML.replace("<|im_end|>", "<|im_end|> ")))
     )
