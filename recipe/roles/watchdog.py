@@ -98,8 +98,12 @@ class Watchdog:
             self._progress_at = time.monotonic()
 
     def phases(self) -> dict[int, Report]:
-        """The last published phase of every rank that has one: phase, done, total, step."""
-        beats = {rank: self._store.peek(f"beat/{rank}") for rank in range(self.role.world_size)}
+        """The last published phase of every rank that has one: phase, done, total, step. Empty when the store is gone:
+        the watchdog's own threads say so."""
+        try:
+            beats = {rank: self._store.peek(f"beat/{rank}") for rank in range(self.role.world_size)}
+        except (RuntimeError, OSError):
+            return {}
         return {rank: beat for rank, beat in beats.items() if isinstance(beat, dict)}
 
     def abort(self, cause: str, code: int = 1, error: BaseException | None = None) -> NoReturn:

@@ -115,7 +115,7 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
     assert code not in (0, 2), said
     assert seconds < order.limit_s, said
     line = last_line(launch.output)
-    if order.phase == "waiting for the others to end" and line.startswith("error: the run is done ("):
+    if order.phase in ("exporting", "waiting for the others to end") and line.startswith("error: the run is done ("):
         return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
     assert launch.output.count("the run ends because of") == 1, said
     assert_named(line, order, run_dir, said)
@@ -138,7 +138,8 @@ def assert_named(line: str, order: Order, run_dir: Path, said: str) -> None:
         who = f"rank {order.rank}" if order.moment != "entry" else rf"(rank {order.rank}|a rank)"
         assert re.match(rf"the run ends because of {who}[ :]", line), said
         return
-    place = rf"rank {order.rank} \({order.role} [^)]*node 0\)"
+    rank = r"\d" if order.manner == "full disk" else order.rank  # every rank that writes meets a full disk
+    place = rf"rank {rank} \({order.role} [^)]*node 0\)"
     assert re.match(rf"the run ends because of {place}: .+; log: {run_dir}/train.log", line), said
 
 
