@@ -302,7 +302,7 @@ def test_options_of_the_command_line_alone(tok: Path, tmp_path: Path) -> None:
 
 def test_a_killed_job_goes_on(tok: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of the whole process group in the middle; the next run reuses finished parts and gives the same rows."""
-    source = jsonl(tmp_path / "a.jsonl", [turn(f"question {i}", "fine " * 40) for i in range(6000)])
+    source = jsonl(tmp_path / "a.jsonl", [turn(f"question {i}", "fine " * 20) for i in range(3000)])
     code = (
         "import recipe.data.prepare as p; p._PART_ROWS = 500\n"
         f"p.prepare([{str(source)!r}], {str(tok)!r}, {str(tmp_path / 'out')!r}, num_proc=2)"
@@ -319,7 +319,7 @@ def test_a_killed_job_goes_on(tok: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(verb, "_PART_ROWS", 500)
     report = prepare([source], tok, tmp_path / "out", num_proc=2)
     prepare([source], tok, tmp_path / "clean", num_proc=1)
-    assert report.rows_in == 6000 and contents(tmp_path / "out") == contents(tmp_path / "clean")
+    assert report.rows_in == 3000 and contents(tmp_path / "out") == contents(tmp_path / "clean")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "clean", "out"]
 
 
