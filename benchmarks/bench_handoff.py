@@ -336,7 +336,8 @@ def stress(variant: str, setting: Setting, consumers: Consumers) -> dict[str, An
 
 def default_setting(device: str, entries: int, small: bool = False) -> Setting:
     """Real widths on a GPU; a shape of the same raggedness for a CPU or a slow tool."""
-    if device == "cuda" and not small:
+    device = "cuda:0" if device == "cuda" else device
+    if device != "cpu" and not small:
         return Setting(entries, 1024, device, RingSpec(6, 5120, "bfloat16", 64, 640, 640))
     return Setting(entries, 256, device, RingSpec(3, 64, "bfloat16", 16, 512, 512))
 
