@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def cached_file(repo_id: str, filename: str, revision: str | None = None) -> Pat
 
 def model_folder(path: str, revision: str | None = None) -> Path:
     """The folder of a model given as a folder or as a hub id in the local cache; ConfigError when it is neither."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     number for a line that is no entry, for 0 slots, a host that occurs twice and a number of slots other than the first
     host's (the launcher rotates local ranks then); and for a file that is missing or names no host.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise ConfigError(
             "--hostfile", str(path), "no such file", "give the path of a hostfile, or leave the option out"

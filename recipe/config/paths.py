@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 #: The folder that holds ``recipe/`` and ``ds_configs/``.
@@ -19,7 +20,7 @@ def locate(path: str | Path) -> Path | None:
 
     A hub id such as ``Qwen/Qwen3-8B`` is no existing path and gives None.
     """
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     for candidate in (Path.cwd() / given, REPOSITORY / given):
         if candidate.exists():
             return candidate.resolve()

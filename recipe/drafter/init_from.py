@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def load_drafter(folder: str | Path, wanted: DrafterConfig | None = None) -> tup
         ConfigError: no such folder, unreadable, not a DFlash drafter, other tensors than its config promises, or a
             mismatch with ``wanted``.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     data = _read_config(path)
     if data.get("speculators_model_type") is not None:
         data = _from_speculators(data, path, wanted)

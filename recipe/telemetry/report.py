@@ -6,6 +6,7 @@ import argparse
 import html
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report and print its path; returns 0. Raises ConfigError: no run, or the file cannot be written."""
     run_dir = RunDir.open(args.run)
-    output = Path(args.output).expanduser() if args.output else run_dir.report_html
+    output = Path(os.path.expanduser(args.output)) if args.output else run_dir.report_html
     try:
         write_atomic(output, build(run_dir))
     except OSError as error:

@@ -92,7 +92,7 @@ class RunDir:
         """
         if resume and fresh:
             raise ConfigError("--resume", True, "a run is either resumed or started afresh", "drop one of the two")
-        path = Path(output_dir).expanduser().resolve() / name
+        path = Path(os.path.expanduser(output_dir)).resolve() / name
         try:
             if resume:
                 return cls._resume(path)
@@ -107,7 +107,7 @@ class RunDir:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDir:
         """An existing run, unlocked. A bare name is looked up under ``runs/`` too. Raises ConfigError if it is none."""
-        candidates = [Path(path).expanduser()]
+        candidates = [Path(os.path.expanduser(path))]
         if os.sep not in os.fspath(path):
             candidates.append(Path("runs") / path)
         for candidate in candidates:

@@ -244,3 +244,12 @@ def test_vocab_bound_is_stored_or_scanned(tok: Path, tmp_path: Path) -> None:
             tmp_path / meta.strip("{}")[:3], {"input_ids": [[1, 7], [3]], "loss_mask": [[1, 1], [0]]}, meta
         )
         assert Rows.open(folder).vocab_bound() == 8
+
+
+def test_the_home_of_nobody_is_a_path_like_any_other() -> None:
+    from recipe.config.paths import locate
+    from recipe.shapes import model_folder
+
+    assert locate("~nosuchuser/x") is None
+    with pytest.raises(ConfigError):
+        model_folder("~nosuchuser/x")
