@@ -173,3 +173,13 @@ def stock_inference_engine(
         tensor_parallel={"tp_size": size, "mpu": _GroupUnit(group), "tp_group": group},
         replace_with_kernel_inject=False,
     )
+
+
+def gather_over_group(value: float, group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """Each rank's ``value``, in rank order, on every rank of the group."""
+    if group is None:
+        return [value]
+    own = torch.tensor([value], dtype=torch.float32, device=device)
+    values = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(values, own, group=group)
+    return [float(each) for each in values]

@@ -42,4 +42,4 @@ def open_target(
     if shape.model_type in ARCHITECTURES:
         plan = ShardPlan.build(shape, tp)
         return load_target(path, shape, plan, tp_rank, group, device, dtype, taps, need_last_hidden, progress, revision)
-    return load_stock(path, shape, tp, tp_rank, group, device, dtype, taps, need_last_hidden, revision)
+    return load_stock(path, shape, tp, group, device, dtype, taps, need_last_hidden, revision)

@@ -19,7 +19,7 @@ from recipe.target.capture import TapCapture, layers_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.open import open_target
-from recipe.target.stock import check_outputs, compare_outputs, load_stock, load_whole
+from recipe.target.stock import check_outputs, check_shares, compare_outputs, load_stock, load_whole
 from recipe.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed would move the model to the GPU")
@@ -99,7 +99,7 @@ def run_rank(rank: int, tp: int, root: Path, store: str) -> None:
     results: dict[str, Any] = {}
     for model_type in TYPES:  # load_stock itself: the hybrid, which has a plan, is one that AutoTP cuts wrongly
         shape = TargetShape.resolve(str(root / model_type))
-        arguments = (str(root / model_type), shape, tp, rank, dist.group.WORLD, "cpu", torch.float32, TAPS, True)
+        arguments = (str(root / model_type), shape, tp, dist.group.WORLD, "cpu", torch.float32, TAPS, True)
         try:
             engine = load_stock(*arguments)
             held = sum(p.nbytes for p in layers_of(engine.module).parameters())
@@ -152,6 +152,14 @@ def test_self_check_names_the_layer_that_is_wrong(saved: Path) -> None:
         compare_outputs(decoder, shape, 2, expected, CPU, torch.float32)
     with pytest.raises(ConfigError, match=r"layer 1 "):  # far above rounding in bf16 too
         compare_outputs(decoder, shape, 2, expected, CPU, torch.bfloat16)
+
+
+def test_ranks_without_work_are_refused(saved: Path) -> None:
+    shape = TargetShape.resolve(str(saved / "gpt_neox"))
+    check_shares(shape, 5, [0.26, 0.22, 0.21, 0.2, 0.13])
+    for tp, shares in ((5, [0.5, 0.5, 0.0, 0.0, 0.0]), (3, [0.5, 0.5, 0.0]), (2, [0.96, 0.96])):  # AutoTP's own doing
+        with pytest.raises(ConfigError, match=rf"target_tp = {tp}.*gpt_neox.*does not share it out.*{shares[0]:.0%}"):
+            check_shares(shape, tp, shares)
 
 
 def test_soft_labels_are_refused_where_the_head_is_not_all(saved: Path, tmp_path: Path) -> None:
