@@ -192,6 +192,6 @@ def table(kills: list[Kill]) -> str:
         codes = ", ".join(sorted({str(kill.code) for kill in group}))
         said = re.sub(r"/\S+/(runs/)", r"…/\1", group[0].line).replace("|", "\\|")
         manner = f"{manner} (real `deepspeed`)" if real else manner
-        median, most = seconds[len(seconds) // 2], seconds[-1]
+        median, most = round(statistics.median(seconds), 1), seconds[-1]
         lines.append(f"| {role} | {when} | {manner} | {len(group)} | {median} / {most} s | {codes} | {said} |")
     return "\n".join(lines)
