@@ -63,22 +63,24 @@ def newest_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_two_nodes_lose_a_rank_are_gone_together_and_resume_to_the_same_weights(
     workplace: Path, nodes: Nodes, tmp_path: Path, clean_shm: None
 ) -> None:
-    """Both nodes share /dev/shm here, so their rings must not collide; and everything listens on loopback only."""
+    """Two runs of two nodes at once, all on one /dev/shm: nothing collides, and the death of one is not the other's.
+
+    Everything listens on loopback only, and nothing that is written tells a secret.
+    """
     whole = nodes.launch(tmp_path / "whole", *arguments(workplace, "whole"))
+    killed = nodes.launch(tmp_path / "killed", *arguments(workplace, "killed"))
     whole.wait_for(r"^step=1/")
     addresses = sockets.listening([whole.rank(node, local) for node in range(2) for local in range(2)])
-    assert whole.wait(120) == [0, 0], whole.output(0)[-3000:] + whole.output(1)[-3000:]
     assert addresses and addresses <= {"127.0.0.1"}, addresses
-    runs = workplace / "runs"
-    assert read_status(RunDir.open(runs / "whole")).state == "DONE"
-
-    killed = nodes.launch(tmp_path / "killed", *arguments(workplace, "killed"))
     killed.wait_for(r"^step=3/")
     os.kill(killed.rank(1, 1), signal.SIGKILL)
     begun = time.monotonic()
     codes = killed.wait(10.0)
     assert all(code != 0 for code in codes), codes
     assert time.monotonic() - begun < 10.0
+    assert whole.wait(120) == [0, 0], whole.output(0)[-3000:] + whole.output(1)[-3000:]
+    runs = workplace / "runs"
+    assert read_status(RunDir.open(runs / "whole")).state == "DONE"
     status = read_status(RunDir.open(runs / "killed"))
     assert status.state == "DEAD" and "rank 3" in status.message and "node 1" in status.message, status
 
