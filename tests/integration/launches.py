@@ -167,5 +167,6 @@ def real_launch(folder: Path, argv: list[str]) -> Launch:
         process = subprocess.Popen(
             [sys.executable, "-m", "recipe", *argv], cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` ignores it, for all below
         )  # fmt: skip
     return Launch(process.pid, folder, process=process)
