@@ -34,18 +34,25 @@ class Journal:
             ) from error
         if self.overwrite:
             self._file.truncate(0)
-        self._check_settings()
-        self._recover()
+        try:
+            self._check_settings()
+            self._recover()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def _check_settings(self) -> None:
         if self.path.stat().st_size:
             try:
-                begun = json.loads(self.beside.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
+                begun = dict(json.loads(self.beside.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
                 fix = "give a new file, or --overwrite"
                 raise ConfigError("--output", str(self.path), "exists and was not begun by `regenerate`", fix) from None
             changed = [k for k in self.settings if begun.get(k) != self.settings[k]]
+            if changed == ["input"]:
+                fix = "use the same files, a new output, or --overwrite"
+                raise ConfigError("--output", str(self.path), "was begun with other --input files or contents", fix)
             if changed:
                 was = ", ".join(f"{k} {begun.get(k)!r}, now {self.settings[k]!r}" for k in changed)
                 fix = "use the same settings, a new file, or --overwrite"
@@ -54,15 +61,21 @@ class Journal:
             self.beside.write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
 
     def _recover(self) -> None:
+        """Read the ids; cut a last line off that a killed job left unfinished. Damage elsewhere is not ours to cut."""
         self._file.seek(0)
         whole = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
+        lines = enumerate(self._file, 1)
+        for number, line in lines:
             try:
-                self.done.add(json.loads(line)["id"])
+                name = json.loads(line)["id"] if line.endswith(b"\n") else None
             except (ValueError, KeyError, TypeError):
+                name = None
+            if not isinstance(name, str):
+                if next(lines, None) is not None:
+                    fix = "mend or remove this line, give a new file, or --overwrite"
+                    raise ConfigError("--output", f"{self.path}:{number}", "is no line that `regenerate` wrote", fix)
                 break
+            self.done.add(name)
             whole += len(line)
         self._file.truncate(whole)
         self._file.seek(0, os.SEEK_END)

@@ -14,8 +14,8 @@ from recipe.errors import ConfigError
 
 
 class LocalEngine:
-    """Batched generation. Dense targets are padded on the left; hybrids, whose recurrent state would read the padding,
-    only share a batch with prompts of exactly the same length."""
+    """Batched generation with padding on the left. That a target's recurrent state or kernels do not read the padding
+    is tried at the start; where they do, only prompts of exactly the same length share a batch."""
 
     def __init__(self, path: str, device: str = "auto", dtype: str = "auto", batch_size: int = 16) -> None:
         import torch
@@ -36,9 +36,31 @@ class LocalEngine:
         if self.device == "cpu":
             _unwrap_gpu_kernels(self.model)
         self.stops = sorted(ChatMask(self.tokenizer, path).stops)
-        layers = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        self.hybrid = any("linear" in kind or "conv" in kind for kind in layers)
+        self.equal_lengths = not self._ignores_padding()
         self.name = Path(path).name
+
+    def _ignores_padding(self) -> bool:
+        """Whether a padded prompt is answered as it is alone: by its next-token logits and those one step later."""
+        short = [i % len(self.tokenizer) for i in range(7, 12)]
+        other = [i % len(self.tokenizer) for i in range(20, 93)]  # longer than one chunk of a linear-attention kernel
+        alone, padded = self._two_steps([short]), self._two_steps([short, other])
+        allowed = 1e-3 if self.model.dtype == self.torch.float32 else 0.1
+        return bool(((alone[0] - padded[0]).abs().max() <= allowed * alone[0].std()).item())
+
+    def _two_steps(self, prompts: list[list[int]]) -> Any:
+        """Logits of two tokens, the second after the cache was made [prompts, 2, V], float32."""
+        width = max(map(len, prompts))
+        ids, seen = self._padded(prompts, width)
+        keep = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+        with self.torch.inference_mode():
+            out = self.model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=2, min_new_tokens=2, **keep)
+        return self.torch.stack(out.logits, dim=1).float()
+
+    def _padded(self, prompts: Sequence[list[int]], width: int) -> tuple[Any, Any]:
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.stops or [0])[0]
+        ids = [[pad] * (width - len(p)) + p for p in prompts]
+        seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        return self.torch.tensor(ids, device=self.device), self.torch.tensor(seen, device=self.device)
 
     def encode(self, messages: list[dict[str, Any]], tools: list[Any] | None, sampling: Sampling) -> list[int]:
         """Prompt ids, as a server would make them."""
@@ -53,7 +75,7 @@ class LocalEngine:
         batch: list[int] = []
         for i in order:
             full = len(batch) == self.batch_size
-            if batch and (full or (self.hybrid and len(prompts[i]) != len(prompts[batch[0]]))):
+            if batch and (full or (self.equal_lengths and len(prompts[i]) != len(prompts[batch[0]]))):
                 yield batch
                 batch = []
             batch.append(i)
@@ -64,9 +86,7 @@ class LocalEngine:
         """One answer for each prompt of one batch."""
         torch = self.torch
         width = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.stops[0]
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
-        seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        ids, seen = self._padded(prompts, width)
         sample: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if sampling.temperature > 0:
             sample = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
@@ -77,7 +97,7 @@ class LocalEngine:
                 attention_mask=seen,
                 max_new_tokens=sampling.max_tokens,
                 eos_token_id=self.stops or None,
-                pad_token_id=pad,
+                pad_token_id=(self.stops or [0])[0],
                 **sample,
             )
         return [self._answer(row) for row in out[:, width:].tolist()]

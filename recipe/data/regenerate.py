@@ -22,6 +22,7 @@ from recipe.data.hashing import key_of
 from recipe.data.journal import Journal
 from recipe.data.progress import Progress
 from recipe.data.report import Drop
+from recipe.data.store import cache_key
 from recipe.errors import ConfigError, RunError
 
 
@@ -88,16 +89,23 @@ def conversation_line(prompt: Prompt, said: list[dict[str, Any]], answers: list[
 
 
 def regenerate_served(
-    prompts: Iterator[Prompt], engine: Any, sampling: Sampling, journal: Journal, concurrency: int, bar: Progress
+    prompts: Iterator[Prompt],
+    engine: Any,
+    sampling: Sampling,
+    journal: Journal,
+    concurrency: int,
+    bar: Progress,
+    total: int,
 ) -> Outcome:
     """Answer over HTTP with ``concurrency`` requests in flight. A prompt that fails leaves the others alone."""
     out, failures_in_a_row = Outcome(), 0
     waiting = (p for p in prompts if p.id not in journal.done)
-    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(concurrency)
 
-        def submit(prompt: Prompt) -> Any:
-            return pool.submit(_converse, engine, prompt, sampling)
+    def submit(prompt: Prompt) -> Any:
+        return pool.submit(_converse, engine, prompt, sampling)
 
+    try:
         flying = {submit(p) for p in itertools.islice(waiting, 2 * concurrency)}
         while flying:
             ready, flying = concurrent.futures.wait(flying, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -108,7 +116,6 @@ def regenerate_served(
                     out.failed += 1
                     failures_in_a_row += 1
                     if failures_in_a_row >= max(8, 2 * concurrency):
-                        pool.shutdown(wait=False, cancel_futures=True)
                         raise RunError(
                             f"{failures_in_a_row} prompts failed one after another; the last: {error}"
                         ) from error
@@ -116,8 +123,20 @@ def regenerate_served(
                     failures_in_a_row = 0
                     _record(journal, line, answers, out)
                 flying |= {submit(p) for p in itertools.islice(waiting, 1)}
-            bar.update(0.0, f"written={out.written} failed={out.failed} tokens={out.tokens}", out.tokens)
+            _show(bar, out, total)
+    except BaseException:
+        engine.stop()  # what waits for its next attempt must not keep an interrupted job alive
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     return out
+
+
+def _show(bar: Progress, out: Outcome, total: int) -> None:
+    """``total``: prompts that had no answer when the job began."""
+    finished = out.written + out.failed
+    facts = f"{finished}/{total} failed={out.failed} tokens={out.tokens}"
+    bar.update(finished / total if total else 0.0, facts, out.tokens)
 
 
 def _converse(engine: Any, prompt: Prompt, sampling: Sampling) -> tuple[dict[str, Any], list[Answer]]:
@@ -150,7 +169,13 @@ def _record(journal: Journal, line: dict[str, Any], answers: list[Answer], out: 
 
 
 def regenerate_local(
-    prompts: Iterator[Prompt], engine: Any, sampling: Sampling, journal: Journal, bar: Progress, group: int = 2048
+    prompts: Iterator[Prompt],
+    engine: Any,
+    sampling: Sampling,
+    journal: Journal,
+    bar: Progress,
+    total: int,
+    group: int = 2048,
 ) -> Outcome:
     """Answer with a `LocalEngine`, turn by turn, in groups that bound memory."""
     out = Outcome()
@@ -173,7 +198,7 @@ def regenerate_local(
                     answers[i].append(answer)
                     if turn == len(parts[i]) - 1:
                         _record(journal, conversation_line(chunk[i], said[i], answers[i], engine.name), answers[i], out)
-                bar.update(0.0, f"written={out.written} tokens={out.tokens}", out.tokens)
+                _show(bar, out, total)
     return out
 
 
@@ -194,21 +219,23 @@ def regenerate(
     Raises ConfigError when ``output`` was begun with other settings, RunError when a server fails throughout.
     """
     dropped: Counter[str] = Counter()
-    prompts = itertools.islice(read_prompts(inputs, dropped), limit)
-    with (
-        Journal(Path(output), {**settings, **asdict(sampling)}, overwrite) as journal,
-        Progress("regenerate", quiet) as bar,
-    ):
+    paths = find_inputs(inputs)
+    if Path(output).exists() and any(path.samefile(output) for path in paths):
+        raise ConfigError("--output", str(output), "is one of the --input files", "give another file")
+    # Ids of rows without a name of their own are their places, so the answers belong to these very files.
+    begun = {**settings, **asdict(sampling), "input": cache_key(paths, {})[:16]}
+    with Journal(Path(output), begun, overwrite) as journal, Progress("regenerate", quiet) as bar:
         resumed = len(journal.done)
-        first = next((p for p in prompts if p.id not in journal.done), None)
-        if first is None:
+        ids = (p.id for p in itertools.islice(read_prompts(inputs, dropped), limit))
+        total = sum(name not in journal.done for name in ids)
+        if not total:
             return Outcome(resumed=resumed, dropped=dropped)
+        prompts = itertools.islice(read_prompts(inputs, Counter()), limit)
         engine = make_engine()
-        rest = itertools.chain([first], prompts)
         if hasattr(engine, "generate"):
-            out = regenerate_local(rest, engine, sampling, journal, bar)
+            out = regenerate_local(prompts, engine, sampling, journal, bar, total)
         else:
-            out = regenerate_served(rest, engine, sampling, journal, concurrency, bar)
+            out = regenerate_served(prompts, engine, sampling, journal, concurrency, bar, total)
     out.resumed, out.dropped = resumed, dropped
     return out
 
@@ -242,8 +269,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("max_tokens", "concurrency", "batch_size"):
         if getattr(args, name) < 1:
             raise ConfigError("--" + name.replace("_", "-"), getattr(args, name), "must be ≥ 1", "raise it")
-    if args.temperature < 0:
-        raise ConfigError("--temperature", args.temperature, "must be ≥ 0", "0 is greedy")
+    for name in ("retries", "temperature", "limit"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError("--" + name, value, "must be a number ≥ 0", "leave it out for the default")
     if args.engine == "server" and not args.base_url:
         raise ConfigError("--base-url", None, "is missing", "give http://HOST:PORT/v1, or use --engine local")
     thinking = {"on": True, "off": False, None: None}[args.thinking]

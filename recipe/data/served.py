@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import random
-import time
+import threading
 import urllib.error
 import urllib.request
 from typing import Any
@@ -29,6 +29,8 @@ class ServerEngine:
             raise ConfigError("--base-url", base_url, "must begin with http:// or https://", "http://HOST:PORT/v1")
         self.base_url, self.model = base_url.rstrip("/"), model
         self.retries, self.backoff_s, self.timeout_s = retries, backoff_s, timeout_s
+        self._asks_ids = True  # for the answers' token ids, until a server refuses the question
+        self._stopped = threading.Event()
         self._key = os.environ.get("OPENAI_API_KEY", "none")
         self._client = self._openai() if importlib.util.find_spec("openai") else None
 
@@ -36,6 +38,10 @@ class ServerEngine:
         import openai
 
         return openai.OpenAI(base_url=self.base_url, api_key=self._key, max_retries=0, timeout=self.timeout_s)
+
+    def stop(self) -> None:
+        """Let every call end at its next wait: the job is over."""
+        self._stopped.set()
 
     def check(self) -> None:
         """Raises ConfigError when nothing listens there, or when the server lists its models and lacks ours."""
@@ -63,21 +69,28 @@ class ServerEngine:
         }
         if tools:
             body["tools"] = tools
-        beyond: dict[str, Any] = {"return_token_ids": True}
+        beyond: dict[str, Any] = {}
         if arguments := sampling.template_arguments():
             beyond["chat_template_kwargs"] = arguments
-        for attempt in range(self.retries + 1):
+        attempt = 0
+        while True:
+            asked = self._asks_ids
             try:
-                return _read(self._complete(body, beyond))
+                return _read(self._complete(body, {**beyond, "return_token_ids": True} if asked else beyond))
             except _Failed as failed:
-                if failed.status == 400 and "return_token_ids" in beyond and "return_token_ids" in str(failed):
-                    beyond.pop("return_token_ids")  # a strict server: ask without
+                if asked and failed.status in (400, 422) and "return_token_ids" in str(failed):
+                    self._asks_ids = False  # a strict server: from now on without
                     continue
-                if (failed.status is not None and failed.status not in _RETRIED) or attempt == self.retries:
-                    raise AnswerError(str(failed)) from failed
-                wait = failed.retry_after or self.backoff_s * 2**attempt
-                time.sleep(min(wait, 60.0) * (1 + 0.25 * random.random()))  # jitter: timing only, never data
-        raise AnswerError("no answer after all retries")
+                self._wait(failed, attempt)
+                attempt += 1
+
+    def _wait(self, failed: _Failed, attempt: int) -> None:
+        """Back off before the next attempt. Raises AnswerError when there is none."""
+        if (failed.status is not None and failed.status not in _RETRIED) or attempt >= self.retries:
+            raise AnswerError(str(failed)) from failed
+        wait = failed.retry_after if failed.retry_after is not None else self.backoff_s * 2**attempt
+        if self._stopped.wait(min(wait, 60.0) * (1 + 0.25 * random.random())):  # jitter: timing only, never data
+            raise AnswerError(f"stopped after {failed}") from failed
 
     def _complete(self, body: dict[str, Any], beyond: dict[str, Any]) -> dict[str, Any]:
         if self._client is None:
@@ -88,8 +101,8 @@ class ServerEngine:
             return self._client.chat.completions.create(**body, extra_body=beyond).model_dump()
         except openai.APIStatusError as error:
             raise _Failed(str(error), error.status_code, _seconds(error.response.headers.get("retry-after"))) from error
-        except openai.OpenAIError as error:
-            raise _Failed(str(error)) from error
+        except (openai.OpenAIError, ValueError) as error:  # no answer, or one that is not JSON
+            raise _Failed(f"{type(error).__name__}: {error}") from error
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._send(path, None)
@@ -127,9 +140,10 @@ class _Failed(Exception):
 
 def _seconds(text: str | None) -> float | None:
     try:
-        return float(text) if text else None
+        seconds = float(text) if text else None
     except ValueError:
         return None
+    return seconds if seconds is not None and 0 <= seconds < float("inf") else None
 
 
 def _read(completion: dict[str, Any]) -> Answer:
@@ -145,7 +159,9 @@ def _read(completion: dict[str, Any]) -> Answer:
         message["reasoning_content"] = thought
     if said.get("tool_calls"):
         message["tool_calls"] = said["tool_calls"]
-    ids = choice.get("token_ids")
+    ids = choice.get("token_ids") or choice.get("response_token_ids")  # vLLM, SGLang; some servers' older name
+    if not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        ids = None
     usage = completion.get("usage") or {}
     tokens = int(usage.get("completion_tokens") or (len(ids) if ids else 0))
     return Answer(message, choice.get("finish_reason") == "length", ids, tokens)

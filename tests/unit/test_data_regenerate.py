@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -24,7 +25,11 @@ from recipe.data.prepare import prepare
 from recipe.data.rows import Rows
 from recipe.data.served import ServerEngine
 from recipe.errors import ConfigError, RunError
+from tests.openai_server import ModelServer
+from tests.tiny import make_target
 from tests.unit.chat_templates import save_tokenizer
+
+HAS_OPENAI = importlib.util.find_spec("openai") is not None
 
 
 class Server(ThreadingHTTPServer):
@@ -226,14 +231,98 @@ def test_local_answers_equal_plain_generation(model: Path, tmp_path: Path) -> No
         assert row["messages"][-1].get("truncated", False) is (made[-1] not in engine.stops)
 
 
-def test_hybrids_share_batches_only_at_equal_length(model: Path) -> None:
+def test_batches_without_padding_hold_equal_lengths(model: Path) -> None:
     engine = LocalEngine(str(model), batch_size=2)
     prompts = [[1] * n for n in (3, 5, 3, 3, 5)]
-    assert [len(b) for b in engine.batches(prompts)] == [2, 2, 1]
-    engine.hybrid = True
+    assert not engine.equal_lengths and [len(b) for b in engine.batches(prompts)] == [2, 2, 1]
+    engine.equal_lengths = True
     batches = list(engine.batches(prompts))
     assert sorted(i for b in batches for i in b) == [0, 1, 2, 3, 4]
     assert all(len({len(prompts[i]) for i in b}) == 1 for b in batches) and len(batches) == 3
+
+
+def test_a_hybrid_answers_padded_as_alone(tmp_path: Path) -> None:
+    """Gated DeltaNet carries a state over the padding, its convolution a window: neither may notice."""
+    engine = LocalEngine(str(make_target(tmp_path)), batch_size=4)
+    prompts = [[(7 * i + 3 * j) % 180 + 6 for j in range(n)] for i, n in enumerate((3, 70, 1, 30))]
+    assert not engine.equal_lengths and [len(b) for b in engine.batches(prompts)] == [4]
+    together = [a.token_ids for a in engine.generate(prompts, Sampling(10), 0)]
+    assert together == [engine.generate([p], Sampling(10), 0)[0].token_ids for p in prompts]
+    assert len({tuple(t or ()) for t in together}) > 1
+
+
+def test_a_target_that_reads_padding_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+    folder = str(make_target(tmp_path))
+    monkeypatch.setattr(qwen, "apply_mask_to_padding_states", lambda hidden, mask: hidden)
+    assert LocalEngine(folder).equal_lengths
+
+
+CLIENTS = ["standard library", pytest.param("openai", marks=pytest.mark.skipif(not HAS_OPENAI, reason="no openai"))]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_real_model_behind_http_answers_as_it_does_here(
+    client: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if client != "openai":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    engine = LocalEngine(str(model), batch_size=3)
+    source = tmp_path / "q.jsonl"
+    said = [[f"say {i}", "old", f"and then {i}?"] for i in range(6)]
+    roles = ("user", "assistant", "user")
+    chats = [{"messages": [{"role": r, "content": c} for r, c in zip(roles, m, strict=True)]} for m in said]
+    source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    verb.regenerate([source], tmp_path / "local.jsonl", lambda: engine, {}, Sampling(8), quiet=True)
+    for strict in (False, True):
+        with ModelServer(engine, faults=0.3, strict=strict) as served:
+            threading.Thread(target=served.serve_forever, daemon=True).start()
+
+            def make(url: str = served.url) -> ServerEngine:
+                return ServerEngine(url, engine.name, retries=12, backoff_s=0.001, timeout_s=0.5)
+
+            out = tmp_path / f"{strict}.jsonl"
+            done = verb.regenerate([source], out, make, {}, Sampling(8), concurrency=3, quiet=True)
+            served.shutdown()
+        assert (done.written, done.failed) == (6, 0) and served.faulty
+        expected = {row["id"]: row for row in lines(tmp_path / "local.jsonl")}
+        rows = {row["id"]: row for row in lines(out)}
+        assert {k: r["messages"] for k, r in rows.items()} == {k: r["messages"] for k, r in expected.items()}
+        if not strict:
+            assert {k: r["answer_token_ids"] for k, r in rows.items()} == {
+                k: r["answer_token_ids"] for k, r in expected.items()
+            }
+        assert all("answer_token_ids" in row for row in rows.values()) is not strict
+
+
+def test_a_strict_server_is_asked_without_ids_even_without_retries(model: Path) -> None:
+    with ModelServer(LocalEngine(str(model)), strict=True) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        engine = ServerEngine(served.url, "model", retries=0)
+        assert engine.answer([{"role": "user", "content": "a"}], None, Sampling(4), 0).token_ids is None
+        served.shutdown()
+
+
+def test_an_output_is_continued_only_with_its_own_input(server: Server, tmp_path: Path) -> None:
+    source = questions(tmp_path / "q.jsonl", ["a", "b"])
+    go(server, source, tmp_path / "a.jsonl")
+    questions(source, ["new", "a", "b"])  # every row has moved: ids by place would be taken for answered
+    with pytest.raises(ConfigError, match="other --input"):
+        go(server, source, tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match="one of the --input"):
+        go(server, source, source, overwrite=True)
+    assert len(source.read_text().splitlines()) == 3
+
+
+def test_damage_inside_an_output_is_named_and_nothing_cut(server: Server, tmp_path: Path) -> None:
+    source, out = questions(tmp_path / "q.jsonl", ["a", "b", "c"]), tmp_path / "a.jsonl"
+    go(server, source, out)
+    damaged = out.read_text().replace('{"id"', '{"di"', 1)
+    out.write_text(damaged)
+    with pytest.raises(ConfigError, match="no line that `regenerate` wrote") as error:
+        go(server, source, out)
+    assert str(error.value.value).endswith("a.jsonl:1") and out.read_text() == damaged
 
 
 def test_what_was_cut_is_not_taught_as_an_end(server: Server, model: Path, tmp_path: Path) -> None:
