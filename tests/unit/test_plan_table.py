@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipe.errors import ConfigError
+from recipe.shapes import TargetShape
+from recipe.target.plan_cost import plan_table
 from recipe.target.plan_table import add_arguments, run
 
 CONFIG = str(Path(__file__).parents[2] / "ds_configs" / "qwen3.6_27b_5t3d.json")
@@ -44,6 +46,22 @@ def test_table_and_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bad_numbers_are_refused() -> None:
-    for words in (("--tp", "0"), ("--gpus", "0"), ("--tflops", "-1")):
-        with pytest.raises(ConfigError):
-            run(arguments(CONFIG, *words))
+    bad = [("--tp", n) for n in ("0", "-1", "1000")] + [("--gpus", n) for n in ("0", "1", "65")]
+    rates = ("--tflops", "--drafter-tflops", "--all-reduce-gb-s", "--gpu-memory-gb")
+    for name, value in [*bad, *((rate, value) for rate in rates for value in ("nan", "inf", "0", "-1"))]:
+        with pytest.raises(ConfigError, match=name):
+            run(arguments(CONFIG, f"{name}={value}"))
+
+
+@pytest.mark.parametrize("config", sorted(Path(CONFIG).parent.glob("*.json")), ids=lambda path: path.stem)
+def test_every_config_of_the_repository_has_a_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(str(config))) == 0
+    out = capsys.readouterr().out
+    assert "recommended:" in out and "\n * " in out and "TFLOP/s a target GPU" in out
+
+
+def test_all_reduce_time_counts() -> None:
+    """The estimate for a pair is near the 15,700 tokens/s that were measured (85 % of twice one GPU)."""
+    one, two = plan_table(TargetShape.resolve("Qwen/Qwen3.6-27B"), (1, 2))
+    assert 0.8 < two.tokens_per_s / (2 * one.tokens_per_s) < 0.95
+    assert 8_500 < one.tokens_per_s < 9_600 and 15_000 < two.tokens_per_s < 17_500
