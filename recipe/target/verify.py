@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from recipe.config import RunConfig
 from recipe.errors import ConfigError
@@ -45,6 +47,8 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 
     use_torch_kernels_on_cpu(force=True)  # nothing is computed in this process, and fla takes long to import
+    # as every rank sets it; without it DeepSpeed, which the model code imports, warns of machines without a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
     import torch
 
     from recipe.target.model import build_meta_model, parameter_shapes

@@ -113,5 +113,5 @@ def test_hub_cache_and_revision(target: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match="local Hugging Face cache"):
         TargetShape.resolve("some/model", "never")
     (repo / "snapshots" / commits["main"] / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="model.safetensors"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
         Checkpoint("some/model")
