@@ -40,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.no_model and not args.check:
         raise ConfigError("--no-model", True, "only goes with --check", "add --check")
+    if args.resume and args.replace:
+        raise ConfigError("--resume", True, "continues the run that --replace sets aside", "give one of the two")
+    if args.master_port is not None and not 1 <= args.master_port <= 65535:
+        raise ConfigError("--master-port", args.master_port, "must be 1 … 65535", "leave it out for a free port")
     if args.check and (args.resume or args.replace):
         raise ConfigError("--check", True, "tries a new run and writes nothing", "leave out --resume and --replace")
     config = load_config(args.config, args.overrides)

@@ -7,6 +7,7 @@ the last two stages are listed together.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "th
         )
         for field in _unresolved_autos(raw)
     ]
+    errors += _unusable_texts(raw.get("dflash"), "dflash")
     said = {error.field for error in errors}
     try:
         config = RunConfig.model_validate(raw)
@@ -97,6 +99,11 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
         rule = f"not valid JSON at {where}: {error.msg}"
         fix = f"mend the line {line[:80]!r} (JSON has no comments and no trailing commas)"
         raise ConfigError("CONFIG", source, rule, fix) from None
+    except RecursionError:
+        rule, fix = "is nested far too deeply", "write the objects that this project and DeepSpeed know"
+        raise ConfigError("CONFIG", source, rule, fix) from None
+    except ValueError as error:  # Python converts no integer of thousands of digits
+        raise ConfigError("CONFIG", source, f"holds an absurd number ({error})"[:120], "mend the number") from None
     if not isinstance(raw, dict):
         raise ConfigError("CONFIG", source, "must hold one JSON object", 'begin with {"dflash": {…}}')
     return raw
@@ -113,6 +120,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text
+    except (RecursionError, ValueError) as error:
+        raise ConfigError("--set", override[:80], f"is no usable value ({error})"[:120], "mend the value") from None
     *parents, leaf = key.split(".")
     node = raw
     for parent in parents:
@@ -124,6 +133,17 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
                 "--set", override, f"{parent} is {node!r} in the file, not an object", "mend the file first"
             )
     node[leaf] = value
+
+
+def _unusable_texts(node: Any, path: str) -> Iterator[ConfigError]:
+    """Texts that no system takes as the path that most of ours are: a NUL in them, or the home of nobody."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _unusable_texts(value, f"{path}.{key}")
+    elif isinstance(node, str) and "\0" in node:
+        yield ConfigError(path, node, "holds a NUL character", "remove it")
+    elif isinstance(node, str) and node.startswith("~") and os.path.expanduser(node) == node:
+        yield ConfigError(path, node, f"there is no user {node.split('/')[0][1:]!r} here", "give the whole path")
 
 
 def _unresolved_autos(node: Any, path: str = "") -> Iterator[str]:

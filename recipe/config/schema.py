@@ -19,7 +19,9 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = Field("dflash", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under output_dir")
+    name: str = Field(
+        "dflash", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="folder under output_dir"
+    )
     output_dir: str = Field("runs", min_length=1, description="where run folders are made")
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
         42, description="seed of order, anchors, noise and initial weights"

@@ -20,6 +20,9 @@ class Journal:
         self.done: set[str] = set()
 
     def __enter__(self) -> Journal:
+        name = str(self.path)
+        if name.startswith("~") and os.path.expanduser(name) == name:
+            raise ConfigError("--output", name, "there is no such user here", "give the whole path")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b")

@@ -35,7 +35,7 @@ class Metrics:
             write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in close)
         self._write_failed = False
-        self._skipped_total = sum(int(record.get("skipped", 0)) for record in read_metrics(self._path))
+        self._skipped_total = sum(count_of(record, "skipped") for record in read_metrics(self._path))
         self._reset()
 
     def _reset(self) -> None:
@@ -117,8 +117,15 @@ class Metrics:
         self._file.close()
 
 
+def count_of(record: Mapping[str, Any], key: str) -> int:
+    """A record's count, 0 where there is none or something that is no count."""
+    value = record.get(key)
+    return value if type(value) is int and value >= 0 else 0
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics.jsonl; a line that a crash cut short is left out, a missing file is empty."""
+    """All records of a metrics.jsonl that have a step; a line that a crash cut short, or that something else wrote, is
+    left out, a missing file is empty. Other values are as they stand in the file, of whatever type."""
     records = []
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,6 +136,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and type(step := record.get("step")) is int and 0 <= step < 2**63:
             records.append(record)
     return records

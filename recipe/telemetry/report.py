@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe.errors import ConfigError
 from recipe.telemetry.curve import Series, curve_svg
-from recipe.telemetry.metrics import read_metrics
+from recipe.telemetry.metrics import count_of, read_metrics
 from recipe.telemetry.provenance import redact
 from recipe.telemetry.run_dir import RunDir, write_atomic
 from recipe.telemetry.status import read_status
@@ -101,7 +101,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
         if any(value is not None for each in series for _, value in each.points):
             caption = _text(f"{title} ({unit})" if unit else title)
             figures.append(f"<figure><figcaption>{caption}</figcaption>{curve_svg(series)}</figure>")
-    skipped = sum(int(record.get("skipped") or 0) for record in records)
+    skipped = sum(count_of(record, "skipped") for record in records)
     windows = [record for record in records if not _is_evaluation(record)] or records
     note = f'<p class="note">{len(windows)} log windows, steps {windows[0]["step"]} to {windows[-1]["step"]}'
     return f'<div class="curves">{"".join(figures)}</div>{note}, {skipped} skipped steps.</p>'
@@ -110,7 +110,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float | None]]:
     """Evaluations have lines of their own, which are no gaps in the curves of training, nor the other way round."""
     wanted = [record for record in records if _is_evaluation(record) == key.startswith("eval_")]
-    return sorted((float(record["step"]), _number(record.get(key))) for record in wanted)
+    return sorted(((float(record["step"]), _number(record.get(key))) for record in wanted), key=lambda point: point[0])
 
 
 def _is_evaluation(record: Mapping[str, Any]) -> bool:
@@ -131,13 +131,19 @@ def _number(value: Any) -> float | None:
     """A plottable number; of the ring's pair the first; None leaves a gap, NaN is marked."""
     if isinstance(value, (list, tuple)):
         value = value[0] if value else None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, int) and abs(value) > 2**63)
+    ):
+        return None
+    return float(value)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -58,7 +58,7 @@ def _text(value: Any, form: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return " ".join(format(item, form) for item in value)
+        return " ".join(_text(item, form) for item in value)
     return (
         format(value, form)
         if form and isinstance(value, (int, float)) and (form != "d" or isinstance(value, int))

@@ -120,6 +120,8 @@ def test_a_closed_pipe_is_quiet() -> None:
         (("ds_configs/demo.json", "--set", "dflash.ring.reus=2"), "dflash.ring.reuse"),
         (("ds_configs/demo.json", "--set", "dflash.drafter.block_size=1"), "at least 2"),
         (("ds_configs/demo.json", "--no-model"), "--check"),
+        (("ds_configs/demo.json", "--resume", "--replace"), "give one of the two"),
+        (("ds_configs/demo.json", "--master-port", "99999"), "1 … 65535"),
     ],
 )
 def test_train_refuses_bad_input_before_anything_is_loaded(arguments: tuple[str, ...], words: str) -> None:

@@ -163,6 +163,23 @@ def test_an_overflowing_number_is_refused() -> None:
     assert refused('{"optimizer": {"params": {"lr": 1e999}}}').field == "optimizer.params.lr"
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"steps_per_print": ' + "9" * 5000 + "}", "absurd number"),
+        ("[" * 100_000, "nested far too deeply"),
+        (json.dumps({"dflash": {"data": {"path": "a\0b"}}}), "dflash.data.path = 'a\\x00b': holds a NUL"),
+        (json.dumps({"dflash": {"run": {"output_dir": "~nosuchuser/x"}}}), "there is no user 'nosuchuser'"),
+        (json.dumps({"dflash": {"run": {"name": "x" * 300}}}), "dflash.run.name"),
+    ],
+    ids=["digits", "nesting", "NUL", "nobody", "long name"],
+)
+def test_absurd_input_is_one_message(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config_text(text)
+    assert words in str(error.value)
+
+
 def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ConfigError) as caught:

@@ -140,3 +140,21 @@ def test_plain_text_when_it_is_not_a_terminal() -> None:
     print_summary({**SUMMARY, "export": long}, stream=stream)
     text = stream.getvalue()
     assert "\033" not in text and long in text and text.isascii() and "0.398" in text
+
+
+def test_values_of_wrong_types_leave_gaps(run: RunDir) -> None:
+    fill(run)
+    whole = report.build(run)
+    strange = (
+        '{"step": "a", "loss": [1], "skipped": "z"}',
+        '{"step": 7, "loss": {"x": 1}, "lr": "much", "skipped": []}',
+        '{"step": 7, "loss": 1' + "0" * 400 + "}",
+        '{"step": 1e400}',
+        "[1]",
+    )
+    with run.metrics_jsonl.open("a") as file:
+        file.write("".join(line + "\n" for line in strange))
+    for status in ("[]", "{}", '{"state": 5, "step": "a", "steps": [], "processes": "x"}'):
+        run.status_json.write_text(status)
+        assert report.build(run).count("<polyline") == whole.count("<polyline") > 0
+    assert summary_rows({"accept_rate": ["high", 0.5]})[0][1] == "high 0.50"
