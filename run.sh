@@ -5,7 +5,9 @@
 #   ./run.sh setup               set up only
 #   ./run.sh test [PYTEST ARGS]  set up, then ruff, mypy and the tests
 #   ./run.sh train CONFIG ...    train (one JSON, one DeepSpeed launch)
-#   ./run.sh VERB ...            python -m recipe VERB ... inside the environment that set-up made
+#   ./run.sh VERB ...            python -m recipe VERB ... inside the environment that set-up made; VERB is demo, prepare,
+#                                regenerate, train, evaluate, export, status, report, plan, bench or fetch-smollm2
+#   ./run.sh VERB --help         what one verb takes
 #
 # Set-up makes .venv from pyproject.toml and constraints.txt. It runs again only when one of them, or Python, has changed;
 # one that was cut short is made anew. Nothing is compiled. PYTHON=... picks the interpreter.

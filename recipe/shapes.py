@@ -53,7 +53,12 @@ def default_target_layer_ids(num_layers: int, taps: int = 5) -> tuple[int, ...]:
         return (num_layers // 2,)
     if num_layers - 3 < taps:  # 1 … num_layers-3 must hold that many different layers
         rule = f"{taps} evenly spaced taps need a target of at least {taps + 3} layers"
-        raise ConfigError("num_layers", num_layers, rule, "list the taps in dflash.target.target_layer_ids")
+        raise ConfigError(
+            "dflash.target.target_layer_ids",
+            None,
+            f"{rule}, it has {num_layers}",
+            "list the taps in dflash.target.target_layer_ids",
+        )
     return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
 
 

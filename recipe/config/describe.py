@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from recipe.config.deepspeed_keys import RunConfig
 from recipe.config.feasibility import ring_size
+from recipe.config.schema import Objective
 from recipe.shapes import TargetShape
 
 GIB = 2**30
@@ -40,7 +41,7 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
         f"mask id {drafter.mask_token_id}",
         "drafter state": f"about {state:.2f} GiB of masters and moments a rank, {frozen:.2f} GiB of frozen embedding "
         "and head",
-        "objective": f"{ours.objective.loss}, soft labels {'on' if soft else 'off'}, gamma {ours.objective.gamma}, "
+        "objective": f"{ours.objective.loss}, soft labels {'on' if soft else 'off'}, {_gamma(ours.objective)}, "
         f"noise {noise.type} {noise.start} -> {noise.end}",
         "step": f"{config.gradient_accumulation_steps} micro-batches of {ours.data.token_budget} tokens and "
         f"{drafter.max_anchors} anchors a rank",
@@ -48,3 +49,9 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
         f"pages of {size.page_tokens} tokens: about {size.bytes / GIB:.2f} GiB of /dev/shm a node",
     }
     return "\n".join([f"  {name + ':':15s}{value}" for name, value in lines.items()] + [f"  {note}" for note in notes])
+
+
+def _gamma(objective: Objective) -> str:
+    if objective.loss == "dpace":
+        return "gamma without effect (dpace weighs by confidence)"
+    return f"gamma {objective.gamma}"

@@ -47,11 +47,15 @@ class Checkout:
         (self.root / "recipe" / "__init__.py").touch()
         (self.root / "recipe" / "__main__.py").write_text("import sys; print('recipe', sys.argv[1:])")
         self.add_torch()
+        self.add_wheel("dflash", "0.1.0")
 
     def add_torch(self) -> None:
-        info = "torch-2.13.0.dist-info"
-        with zipfile.ZipFile(self.wheels / "torch-2.13.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+        self.add_wheel("torch", "2.13.0")
+
+    def add_wheel(self, name: str, version: str) -> None:
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(self.wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{info}/RECORD", "")
 

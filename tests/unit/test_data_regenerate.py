@@ -25,6 +25,7 @@ from recipe.data.prepare import prepare
 from recipe.data.rows import Rows
 from recipe.data.served import ServerEngine
 from recipe.errors import ConfigError, RunError
+from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from tests.openai_server import ModelServer
 from tests.tiny import make_target
 from tests.unit.chat_templates import save_tokenizer
@@ -243,6 +244,7 @@ def test_batches_without_padding_hold_equal_lengths(model: Path) -> None:
 
 def test_a_hybrid_answers_padded_as_alone(tmp_path: Path) -> None:
     """Gated DeltaNet carries a state over the padding, its convolution a window: neither may notice."""
+    use_torch_kernels_on_cpu()  # saves the import of fla's GPU kernels
     engine = LocalEngine(str(make_target(tmp_path)), batch_size=4)
     prompts = [[(7 * i + 3 * j) % 180 + 6 for j in range(n)] for i, n in enumerate((3, 70, 1, 30))]
     assert not engine.equal_lengths and [len(b) for b in engine.batches(prompts)] == [4]
