@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +67,9 @@ class Health:
         self._seen.clear()
 
     def diagnose(self) -> list[Finding]:
-        """What is not finite on this rank in the step that was skipped; empty when the cause is on another one."""
-        found = [*self._bad_taps(), *self._bad_weights(), *self._bad_losses()]
-        gradients = [f"gradient of {name}" for name in self.bad_gradients()]
-        if not found:  # otherwise they are the consequence
-            found = _some("gradients", gradients)
+        """What is not finite on this rank in the step that was skipped; `causes` tells reasons from consequences."""
+        gradients = _some("gradients", [f"gradient of {name}" for name in self.bad_gradients()])
+        found = [*self._bad_taps(), *self._bad_weights(), *self._bad_losses(), *gradients]
         self._seen.clear()
         return found
 
@@ -120,6 +118,18 @@ class SkipCount:
         return sum(self._recent) > self.most
 
 
+def causes(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of the (kind, text) pairs of all ranks those that explain the rest: taps, weights, else losses, else gradients.
+
+    A NaN tap on one rank is a NaN gradient on every other.
+    """
+    for kinds in (("taps", "weights"), ("losses",), ("gradients",)):
+        chosen = [pair for kind in kinds for pair in found if pair[0] == kind]
+        if chosen:
+            return chosen
+    return []
+
+
 def counts(findings: Sequence[Sequence[str]]) -> dict[str, int]:
     """``nonfinite_taps=2`` and so on, from (kind, text) pairs of all ranks."""
     return {f"nonfinite_{kind}": number for kind, number in Counter(kind for kind, _ in findings).items()}
@@ -132,10 +142,10 @@ def _entry(key: EntryKey) -> str:
 def _some(kind: str, lines: list[str]) -> list[Finding]:
     found = [Finding(kind, line) for line in lines[:MOST_LINES]]
     if len(lines) > MOST_LINES:
-        found.append(Finding(kind, f"{len(lines) - MOST_LINES} more of these {kind}"))
+        found.append(Finding(kind, f"{len(lines) - MOST_LINES} more {kind}, each"))
     return found
 
 
-def as_pairs(who: str, findings: Sequence[Finding]) -> list[tuple[str, Any]]:
+def as_pairs(who: str, findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """(kind, text with the rank's name), for the other ranks."""
     return [(finding.kind, f"{finding.text} is not finite on {who}") for finding in findings]

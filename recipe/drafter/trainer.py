@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.feed import Feed
-from recipe.drafter.health import Health, SkipCount, as_pairs, counts
+from recipe.drafter.health import Health, SkipCount, as_pairs, causes, counts
 from recipe.drafter.objective import Objective
 from recipe.errors import RunError
 from recipe.roles.engine import MasterSample, gradient_norm, learning_rate, step_was_skipped
@@ -158,7 +158,7 @@ class Trainer:
     def _name_what_is_wrong(self, step: int, of_late: int) -> None:
         """Every rank looks, the leader tells. More than ``max_skipped`` of the last steps, or weights that are not
         finite, which no later step can mend, end the run. Raises Diverged on all ranks."""
-        found = gather_over_world(as_pairs(self.who, self.health.diagnose()))
+        found = causes(gather_over_world(as_pairs(self.who, self.health.diagnose())))
         self.reporter.count(**counts(found))
         self.reporter.event(f"step {step} skipped, nothing was changed ({of_late} skipped of late)")
         for _, text in found:

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 
-def prepare(order: dict[str, Any]) -> None:
-    """``{"rank": 0, "what": "tap", …}``; ranks that are not named are left alone."""
-    if order["rank"] == int(os.environ["LOCAL_RANK"]):
-        KINDS[order["what"]](order)
+def prepare(orders: list[dict[str, Any]]) -> None:
+    """Each order: ``{"ranks": [0], "what": "tap", …}``; ranks that are not named are left alone."""
+    for order in orders:
+        if int(os.environ["LOCAL_RANK"]) in order["ranks"]:
+            KINDS[order["what"]](order)
 
 
 def tap(order: dict[str, Any]) -> None:
-    """Overwrite one value in the ring page of an entry, just before it is published. ``entries``, ``value``, ``stream``."""
+    """Overwrite one value of ``stream`` in the ring pages of ``entries`` (None: all), before they are published."""
     from recipe.ring import Ring
 
     original = Ring.commit

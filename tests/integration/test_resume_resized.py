@@ -6,82 +6,99 @@ Real launches over gloo (4 levels of processes, forked instead of imported): see
 from __future__ import annotations
 
 import json
-import shutil
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.integration.launches import ForkServer, Launch, fork_server
+from recipe.config import load_config
+from recipe.config.derive import resolve
+from recipe.data.rows import Rows
+from recipe.drafter.resume import plan_resume
+from recipe.errors import ConfigError
+from tests.integration.launches import ForkServer
+from tests.integration.places import Place, distance
 from tests.tiny import make_config, make_rows, make_target
 
 HALF, STEPS = 4, 10
-ONE_DRAFTER = ("dflash.layout.drafter_gpus=[2]", "gradient_accumulation_steps=4")
-
-
-class Place:
-    """The tiny run and its server."""
-
-    def __init__(self, folder: Path, server: ForkServer) -> None:
-        self.folder, self.server, self.launches = folder, server, 0
-
-    def train(self, name: str, *settings: str, flags: tuple[str, ...] = (), code: int = 0) -> Launch:
-        """One whole launch; ``settings`` are --set values."""
-        self.launches += 1
-        sets = [word for value in (f"dflash.run.name={name}", *settings) for word in ("--set", value)]
-        argv = ["train", str(self.folder / "config.json"), "--master-port", str(29650 + self.launches), *sets, *flags]
-        deliveries = self.folder / "deliveries" / f"{name}-{self.launches}"
-        deliveries.mkdir(parents=True)
-        launch = self.server.launch(self.folder / f"launch{self.launches}", argv, DELIVERIES=str(deliveries))
-        assert launch.wait(120.0) == code, launch.output[-4000:]
-        return launch
-
-    def resume(self, name: str, *settings: str, code: int = 0) -> Launch:
-        return self.train(name, *settings, flags=("--resume",), code=code)
-
-    def copy(self, source: str, name: str, step: int) -> Path:
-        """The run ``source`` as if it had been interrupted after ``step``."""
-        run = self.folder / "runs" / name
-        shutil.copytree(self.folder / "runs" / source, run)
-        (run / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
-        return run
-
-    def weights(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "runs" / name / "checkpoints" / f"step_{step:08d}" / "weights.safetensors")
-
-    def trained(self, name: str) -> Counter[str]:
-        """``entry reuse`` of everything that the drafters of all launches of a run gave back to the ring."""
-        files = (self.folder / "deliveries").glob(f"{name}-*/rank*")
-        return Counter(line for file in files for line in file.read_text().splitlines())
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Place:
+    """Holds the run ``whole``: 2 drafters with accumulation 2, never disturbed."""
     folder = tmp_path_factory.mktemp("resume")
     make_target(folder / "target", kind="llama")
     make_rows(folder / "rows")
-    make_config(
-        folder, dflash__run__save_every=2, dflash__run__log_every=1, dflash__run__keep=8,
-        dflash__layout={"target_gpus": [0, 1], "drafter_gpus": [2, 3], "target_tp": 2, "device": "cpu"},
-    )  # fmt: skip
-    with fork_server(folder / "server.log") as server:
-        place = Place(folder, server)
-        place.train("whole")
-        yield place
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    make_config(folder, dflash__run__save_every=2, dflash__run__log_every=1, dflash__run__keep=8,
+                dflash__layout__target_gpus=[0], dflash__layout__drafter_gpus=[1, 2],
+                dflash__layout__target_tp=1)  # fmt: skip
+    place = Place(folder, forks)
+    place.train("whole")
+    return place
 
 
 def test_two_ranks_become_one_and_nothing_changes(place: Place) -> None:
     """Twice the accumulation: the same global batches, so the same weights but for the order of additions."""
     place.copy("whole", "one", HALF)
-    launch = place.resume("one", *ONE_DRAFTER)
+    launch = place.resume("one", "dflash.layout.drafter_gpus=[1]", "gradient_accumulation_steps=4")
     assert "resumed with 1 drafter rank(s) on 1 node(s) instead of 2 on 1" in launch.output
-    moved = distance(place.weights("whole", HALF), place.weights("whole"))
-    assert moved > 0.005 and distance(place.weights("one"), place.weights("whole")) < 1e-6
+    moved = distance(place.weights("whole", HALF), place.weights("whole", STEPS))
+    assert moved > 0.005 and distance(place.weights("one", STEPS), place.weights("whole", STEPS)) < 1e-6
+    rest, everything = place.trained("one"), place.trained("whole")
+    assert set(everything.values()) == set(rest.values()) == {1}
+    assert rest.keys() < everything.keys() and len(rest) > 0.5 * len(everything)
+    losses = [{r["step"]: r["loss"] for r in place.records(name)} for name in ("whole", "one")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_remains_of_saves_go(place: Place) -> None:
+    """`latest` names step 8, whose file was cut off, and step 10 is not whole either: step 6 it is, to the same end."""
+    run = place.copy("whole", "damaged", 8)
+    shard = run / "checkpoints/step_00000008/optimizer_00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    (run / "checkpoints/step_00000010/weights.safetensors").unlink()
+    (run / "checkpoints/.step_00000099.tmp").mkdir()
+    launch = place.resume("damaged")
+    assert "optimizer_00002-of-00002.safetensors has" in launch.output
+    assert "resumed from step 6 instead" in launch.output and "resumed at step 6" in launch.output
+    assert distance(place.weights("damaged", STEPS), place.weights("whole", STEPS)) == 0.0
+    assert not (run / "checkpoints/.step_00000099.tmp").exists()
+    assert (run / "checkpoints/latest").read_text() == f"step_{STEPS:08d}\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dflash.drafter.block_size=4", "8"),
+        ("dflash.drafter.mask_token_id=7", "198"),
+        ("dflash.target.target_layer_ids=[0,2]", "[1, 2, 3, 4, 5]"),
+        ("dflash.run.seed=43", "42"),
+        ("dflash.ring.reuse=1", "2"),
+        ("dflash.data.path=OTHER", "the rows"),
+    ],
+)
+def test_another_drafter_or_data_is_refused_with_both_values(place: Place, setting: str, value: str) -> None:
+    other = place.folder / "other-rows"
+    if not other.exists():
+        make_rows(other, seed=1)
+    changes = [setting.replace("OTHER", str(other)), "dflash.run.name=whole"]
+    config = resolve(load_config(str(place.folder / "config.json"), changes))
+    with pytest.raises(ConfigError) as refused:
+        plan_resume(config, Rows.open(config.dflash.data.path), 1)
+    assert value in str(refused.value) and "was made with" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_chain_of_worlds_trains_everything_once(place: Place) -> None:
+    """2 drafters; then 3 under ZeRO 1 with other batches and two target replicas; then 1."""
+    place.train("chain", "dflash.run.max_steps=3")
+    three = ("dflash.layout.target_gpus=[0,1]", "dflash.layout.drafter_gpus=[2,3,4]", "gradient_accumulation_steps=1",
+             "zero_optimization.stage=1")  # fmt: skip
+    said = place.resume("chain", *three, "dflash.run.max_steps=7").output
+    assert "an optimizer step now holds 3 micro-batches instead of 4" in said
+    place.resume("chain", "dflash.layout.drafter_gpus=[1]", "gradient_accumulation_steps=2")
+    trained = place.trained("chain")
+    assert set(trained.values()) == {1} and trained.keys() == place.trained("whole").keys()
+    states = sorted((place.folder / "runs/chain/checkpoints").glob("step_*/state.json"))
+    last = json.loads(states[-1].read_text())
+    assert [(w["since"], w["drafters"], w["accumulation"]) for w in last["worlds"]] == [(0, 2, 2), (3, 3, 1), (7, 1, 2)]
+    assert all(torch.isfinite(value).all() for value in place.weights("chain", last["step"]).values())
