@@ -199,12 +199,12 @@ def refuse_secrets(values: object, path: str = "") -> None:
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:
     """The run folder is new and can be made, or is there to be resumed. Raises ConfigError; changes nothing."""
-    from recipe.telemetry.run_dir import is_run
+    from recipe.telemetry.run_dir import has_checkpoint, is_run
 
     run = config.dflash.run
     folder = Path(run.output_dir) / run.name
     if resume:
-        if not os.path.lexists(folder / "checkpoints" / "latest"):
+        if not has_checkpoint(folder):
             rule = f"{folder} has no checkpoint: there is nothing to resume"
             raise ConfigError("--resume", run.name, rule, "check dflash.run.name and output_dir, or drop --resume")
         return

@@ -37,7 +37,9 @@ class Run(Section):
     profile_interval: NonNegative = Field(
         60, description="seconds between profile lines that say which side waits; 0: off"
     )
-    max_skipped_steps: NonNegative = Field(5, description="non-finite steps in a row before the run stops")
+    max_skipped_steps: NonNegative = Field(
+        5, description="non-finite steps among the last 100 that a run survives; they are skipped"
+    )
 
 
 class Data(Section):

@@ -63,6 +63,12 @@ def write_json(path: str | os.PathLike[str], value: Any, durable: bool = True) -
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable)
 
 
+def has_checkpoint(run: Path) -> bool:
+    """Whether there is something to resume from. A kill may have come between a checkpoint and its name in `latest`."""
+    folder = run / "checkpoints"
+    return os.path.lexists(folder / "latest") or any(folder.glob("step_*/state.json"))
+
+
 class RunDir:
     """Paths of one run folder. ``create`` makes or resumes it and holds its lock; ``open`` only reads."""
 
@@ -154,7 +160,7 @@ class RunDir:
             rule = f"there is no run to resume ({path})"
             raise ConfigError("--resume", path.name, rule, "check dflash.run.name, or start without --resume")
         lock_fd = _lock(path)
-        if not os.path.lexists(path / "checkpoints" / "latest"):
+        if not has_checkpoint(path):
             _unlock(lock_fd)
             rule = f"the run ended before its first checkpoint ({path / 'checkpoints'}): there is nothing to resume"
             raise ConfigError("--resume", path.name, rule, "remove the folder and start without --resume")

@@ -57,6 +57,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_remains_of_saves_go(place: Plac
     shard.write_bytes(shard.read_bytes()[:-7])
     (run / "checkpoints/step_00000010/weights.safetensors").unlink()
     (run / "checkpoints/.step_00000099.tmp").mkdir()
+    (run / "checkpoints/latest").unlink()  # as when the kill came just before it was written
+    place.resume("damaged", "dflash.run.max_steps=6", code=2)  # nothing left to do: read before anything is touched
+    (run / "checkpoints/latest").write_text("step_00000008\n")
     launch = place.resume("damaged")
     assert "optimizer_00002-of-00002.safetensors has" in launch.output
     assert "resumed from step 6 instead" in launch.output and "resumed at step 6" in launch.output
