@@ -17,21 +17,31 @@ from recipe.drafter.variant import DFLASH
 from recipe.errors import ConfigError
 from recipe.export_layout import export_hf, load_export, tensor_shapes
 from recipe.export_speculators import export_speculators
+from recipe.shapes import TargetShape
 
 __all__ = ["add_arguments", "export_hf", "export_run", "export_speculators", "load_export", "run", "serve_commands",
            "tensor_shapes"]  # fmt: skip
 
 
-def serve_commands(folder: Path, config: DrafterConfig, target: str, layout: str = "hf") -> list[str]:
-    """The commands that serve ``target`` with this drafter. vLLM counts drafts (B - 1), SGLang the anchor too (B)."""
+def serve_commands(
+    folder: Path, config: DrafterConfig, target: str, layout: str = "hf", hybrid: bool = False
+) -> list[str]:
+    """The commands that serve ``target`` with this drafter. vLLM counts drafts (B - 1), SGLang the anchor too (B).
+
+    ``hybrid``: the target has recurrent layers, whose states SGLang restores only with that scheduler strategy. vLLM's
+    flash_attn is named because a drafter attends to both sides, which not every backend can.
+    """
+    states = " --mamba-scheduler-strategy extra_buffer" if hybrid else ""
     drafts = DFLASH.drafts_per_block(config.block_size)
     if layout == "speculators":
         return [f"vllm serve {shlex.quote(str(folder))}"]
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": drafts}
     return [
-        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}",
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))} "
+        "--attention-backend flash_attn",
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {shlex.quote(str(folder))} --speculative-num-draft-tokens {config.block_size}",
+        f"--speculative-draft-model-path {shlex.quote(str(folder))} --speculative-num-draft-tokens {config.block_size}"
+        + states,
     ]
 
 
@@ -86,10 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and print how to serve the result. Raises ConfigError for the user's mistakes."""
     folder, config, step = export_run(args.run, args.step, args.format, args.output, args.dtype)
-    target, _ = target_of_run(args.run)
+    target, revision = target_of_run(args.run)
+    hybrid = TargetShape.resolve(target, revision).hybrid
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
     print("serve it with:")
-    for command in serve_commands(folder.resolve(), config, target, args.format):
+    for command in serve_commands(folder.resolve(), config, target, args.format, hybrid):
         print(f"  {command}")
     return 0

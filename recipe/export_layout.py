@@ -129,7 +129,8 @@ def load_export(folder: Path) -> tuple[DrafterConfig, Tensors]:
     """A drafter in the z-lab layout or in speculators': nothing is guessed. ConfigError names what is odd."""
     data = read_config(folder)
     architectures = data.get("architectures")
-    if architectures == ["DFlashSpeculator"]:
+    # Our export names vLLM's class; what speculators saves itself names its own, which is called as z-lab's is.
+    if data.get("speculators_model_type") == "dflash":
         from recipe.export_speculators import from_speculators
 
         config, tensors = from_speculators(data, read_tensors(folder))

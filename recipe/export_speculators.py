@@ -1,8 +1,8 @@
 """The same drafter in the layout of the `speculators` package, which vLLM loads without further flags.
 
 Differences from the z-lab layout: taps are counted after the embedding (our L is its L + 1), the drafter's shape sits
-in ``transformer_layer_config``, and the target's embedding and head travel with the drafter, together with the maps
-between draft and target vocabulary (here the identity: the drafter speaks the whole vocabulary).
+in ``transformer_layer_config``, and the target's embedding and head travel with the drafter. There are no maps between
+draft and target vocabulary (t2d, d2t): the drafter speaks the whole one, and for such a drafter the loader knows none.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ def export_speculators(
     tensors: Tensors = {name: tensor.detach().to("cpu", stored) for name, tensor in state_dict.items()}
     tensors["embed_tokens.weight"] = embed.detach().to("cpu", stored)
     tensors["lm_head.weight"] = head.detach().to("cpu", stored, copy=True)  # a copy: shared storage is refused
-    tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
-    tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
     written = _config(config.with_dtype(dtype), target, target_architectures, non_causal=directions == {False})
 
     def verify(folder: Path) -> None:
@@ -94,6 +92,14 @@ def _config(config: DrafterConfig, target: str, architectures: list[str], non_ca
     }
 
 
+def with_qwen3_defaults(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """speculators writes only what differs from transformers' defaults: put the defaults back."""
+    from transformers import Qwen3Config
+
+    known = {key: value for key, value in layers.items() if key not in ("model_type", "transformers_version")}
+    return Qwen3Config(**known).to_dict()
+
+
 def from_speculators(data: Mapping[str, Any], tensors: Tensors) -> tuple[DrafterConfig, Tensors]:
     """Config and the drafter's own tensors of a speculators export. ConfigError names what is missing."""
     for key in ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size"):
@@ -102,7 +108,7 @@ def from_speculators(data: Mapping[str, Any], tensors: Tensors) -> tuple[Drafter
                 key, None, "the speculators export lacks the key", "add the trainer's value to config.json"
             )
     refuse_shifted(data.get("sample_from_anchor"))
-    layers = dict(data["transformer_layer_config"])
+    layers = with_qwen3_defaults(data["transformer_layer_config"])
     if data.get("draft_vocab_size", layers.get("vocab_size")) != layers.get("vocab_size"):
         rule = f"a reduced draft vocabulary (of {layers.get('vocab_size')}) is not decoded here"
         raise ConfigError("draft_vocab_size", data["draft_vocab_size"], rule, "use a full-vocabulary drafter")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import FULL, SLIDING
+from recipe.drafter.init_from import load_drafter
+from recipe.errors import ConfigError
 from recipe.export import export_hf, load_export
 from tests.numerics.decode_models import BLOCK, drafter_parts, prompts, tiny_target
 
@@ -58,3 +64,22 @@ def test_same_tokens_and_same_tau(target: torch.nn.Module, tmp_path: Path, layou
             committed += sum(mine.accepted)
             rates |= set(mine.accepted)
     assert committed > 60 and len(rates) > 1, "drafts that are never accepted compare nothing"
+
+
+def test_what_the_reference_client_saves_can_be_started_from(tmp_path: Path) -> None:
+    """`drafter.init_from` in the z-lab layout, made by their own classes; what differs is refused by name."""
+    wanted, _ = drafter_parts(5)
+    data = {key: value for key, value in wanted.to_dict().items() if key not in ("architectures", "dtype")}
+    theirs = client.DFlashDraftModel(Qwen3Config(**data)).float()
+    theirs.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == ["DFlashDraftModel"]
+    config, weights = load_drafter(tmp_path, wanted)
+    assert {name: tensor.shape for name, tensor in theirs.state_dict().items()} == {
+        name: tensor.shape for name, tensor in weights.items()
+    }
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in theirs.state_dict().items())
+    changes = {"block_size": BLOCK + 2, "target_layer_ids": (0, 1), "mask_token_id": 7, "head_dim": 16}
+    for name, value in changes.items():
+        with pytest.raises(ConfigError, match=f"its {name} is .*{re.escape(repr(getattr(config, name)))}"):
+            load_drafter(tmp_path, replace(wanted, **{name: value}))

@@ -144,9 +144,8 @@ def test_speculators_layout(tmp_path: Path, weights: dict, layers: dict, tied: b
     assert data["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
     assert data["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     assert data["draft_vocab_size"] == data["transformer_layer_config"]["vocab_size"] == 100
-    assert stored.keys() - tensor_shapes(config).keys() == {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
+    assert stored.keys() - tensor_shapes(config).keys() == {"embed_tokens.weight", "lm_head.weight"}
     assert torch.equal(stored["embed_tokens.weight"], embed) and torch.equal(stored["lm_head.weight"], head)
-    assert stored["t2d"].all() and stored["t2d"].shape == (100,) and not stored["d2t"].any()
     back, own = load_export(folder)
     assert back == config and own.keys() == weights.keys()
 
@@ -163,4 +162,6 @@ def test_what_speculators_cannot_say_is_refused(tmp_path: Path, weights: dict) -
 def test_servers_count_drafts_differently() -> None:
     vllm, sglang = serve_commands(Path("/d"), small(), "org/target")
     assert '"num_speculative_tokens": 7' in vllm and vllm.startswith("vllm serve org/target ")
+    assert vllm.endswith(" --attention-backend flash_attn")
     assert sglang.endswith("--speculative-num-draft-tokens 8")
+    assert "extra_buffer" in serve_commands(Path("/d"), small(), "org/target", hybrid=True)[1]
