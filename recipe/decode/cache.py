@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from recipe.errors import RunError
 
+Session = TypeVar("Session", bound="TargetSession")
 States = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
@@ -46,7 +47,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     raise RunError(f"{type(model).__name__} has no decoder layers: no module list called 'layers', 'h' or 'blocks'")
 
 
-def _copied(states: dict[int, Any]) -> dict[int, Any]:
+def copied(states: dict[int, Any]) -> dict[int, Any]:
     return {key: None if state is None else state.clone() for key, state in states.items()}
 
 
@@ -102,7 +103,7 @@ class TargetSession:
                 layer.activate_past_recording()
         return cache
 
-    def __enter__(self) -> TargetSession:
+    def __enter__(self: Session) -> Session:
         for index in set(self.target_layer_ids):
             self._hooks.append(self.layers[index].register_forward_hook(self._tap_hook(index)))
         for index, layer in enumerate(self.layers):
@@ -157,12 +158,15 @@ class TargetSession:
     @torch.inference_mode()
     def extend(self, tokens: torch.Tensor) -> TargetPass:
         """Run ``tokens`` int64 [n] after what is cached. ``keep`` may then take back the tail of them."""
+        self._save_states()
+        return self._run(tokens, last_row_only=False)
+
+    def _save_states(self) -> None:
         self._before = [
-            (_copied(layer.conv_states), _copied(layer.recurrent_states))
+            (copied(layer.conv_states), copied(layer.recurrent_states))
             for layer in self._cache.layers
             if hasattr(layer, "recurrent_states")
         ]
-        return self._run(tokens, last_row_only=False)
 
     @torch.inference_mode()
     def keep(self, rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,22 @@ def check_fit(config: DrafterConfig, shape: TargetShape, depth_known: bool = Tru
             raise ConfigError(f"--target ({name})", theirs, rule, "name the target that the drafter was trained for")
 
 
+def pick_device(name: str) -> torch.device:
+    """The device that ``--device`` means. ConfigError for one that torch does not know or this machine lacks."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError("--device", name, "is no device for decoding", "use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError("--device", name, f"{gpus} GPUs are visible here", "use --device cpu, or another number")
+    return device
+
+
 def evaluate(
     export_or_run: Path,
     target: str | Path | None = None,
@@ -110,6 +127,7 @@ def evaluate(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
+    batch_size: int = 1,
 ) -> Evaluation:
     """Evaluate an export, or the newest export of a run, against its target.
 
@@ -119,11 +137,13 @@ def evaluate(
     """
     from transformers import AutoTokenizer
 
-    for name, value in (("--num-prompts", num_prompts), ("--max-new-tokens", max_new_tokens)):
+    counts = (("--num-prompts", num_prompts), ("--max-new-tokens", max_new_tokens), ("--batch-size", batch_size))
+    for name, value in counts:
         if value is not None and value < 1:
             raise ConfigError(name, value, "must be at least 1", "raise it")
-    if temperature < 0:
-        raise ConfigError("--temperature", temperature, "must not be negative", "0 is greedy")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ConfigError("--temperature", temperature, "must be a number that is not negative", "0 is greedy")
+    where = pick_device(device)
     source = find_source(export_or_run)
     num_prompts = num_prompts or source.settings.num_prompts
     max_new_tokens = max_new_tokens or source.settings.max_new_tokens
@@ -140,7 +160,6 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     encoded = encode_prompts(listed[:num_prompts], tokenizer, template_kwargs)
 
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
     model = load_target(folder, where, kind)
     drafter = IncrementalDrafter(config, {name: tensor.to(where, kind) for name, tensor in weights.items()})
@@ -148,6 +167,7 @@ def evaluate(
     settings = {
         "export": str(source.export), "target": str(folder), "block_size": config.block_size,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "device": str(where),
+        "batch_size": batch_size,
         "dtype": str(kind).removeprefix("torch."), "template_kwargs": dict(template_kwargs or {}),
         "prompts_file": str(rows) if isinstance(rows, (str, Path)) else None, "rendered_prompt": encoded[0].text,
     }  # fmt: skip
@@ -162,6 +182,7 @@ def evaluate(
             seed=seed,
             max_length=shape.max_position_embeddings,
             progress=progress,
+            batch_size=batch_size,
             settings=settings,
         )
 

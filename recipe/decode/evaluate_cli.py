@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="tokens for each (default: the run's evaluation.max_new_tokens)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", default=1, help="prompts decoded together (default: 1); same output"
     )
     parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples at a temperature above 0 (default: 0)")
@@ -50,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from recipe.telemetry.run_dir import write_json
 
     kwargs = _template_kwargs(args.template_kwargs)
+    if args.json:
+        _check_writable(args.json)
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("loading", total=None)
         evaluation = evaluate(
@@ -64,14 +70,27 @@ def run(args: argparse.Namespace) -> int:
             lambda done, total: bar.update(task, description="decoding", completed=done, total=total),
             template_kwargs=kwargs,
             seed=args.seed,
+            batch_size=args.batch_size,
         )
     result = evaluation.to_dict()
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, result)
     Console().print(table(result))
     # Rounding may part two outputs where two tokens are equally likely; anything else is a fault.
     return 0 if all(one["numeric_tie"] for one in result["mismatches"]) else 1
+
+
+def _check_writable(path: Path) -> None:
+    """Before anything is decoded: ``--json`` names a file that can be written."""
+    fix = "name a file in a folder that can be written"
+    if path.is_dir():
+        raise ConfigError("--json", str(path), "is a folder", fix)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--json", str(path), f"its folder cannot be made ({error.strerror})", fix) from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError("--json", str(path), "its folder cannot be written", fix)
 
 
 def _template_kwargs(text: str) -> dict[str, Any]:

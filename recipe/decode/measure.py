@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from recipe.decode.batch import generate_batch, plain_batch
 from recipe.decode.metrics import (
     TAU_IS,
     Mismatch,
@@ -90,34 +91,35 @@ def measuring(
     device: torch.device | str = "cpu",
     *,
     known: dict[int, PlainResult] | None = None,
+    batch_size: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> Generator[int, None, Evaluation]:
     """`measure`, one answer at a time: yields the number of prompts done after each answer, so that a training loop
     can do other work between two. ``known``: plain answers by prompt, taken from there and put there: the target is
-    frozen, so they need not be decoded twice. ``seconds`` counts the work alone, not what happens between.
+    frozen, so they need not be decoded twice. ``batch_size`` prompts are decoded together (`recipe.decode.batch`).
+    ``seconds`` counts the work alone, not what happens between.
     """
     results: list[DecodeResult] = []
     plains: list[PlainResult] = []
     mismatches: list[Mismatch] = []
     known = {} if known is None else known
     seconds, began = 0.0, time.perf_counter()
-    for index, prompt in enumerate(task.prompts):
-        ids, seed = prompt.ids.to(device), task.seed + index
-        limits: dict[str, Any] = {"stop_ids": task.stop_ids, "seed": seed}
-        if index not in known:
-            known[index] = plain_generate(
-                decoder.target, ids, task.max_new_tokens, task.temperature, head=decoder.head, **limits
-            )
+    for first in range(0, len(task.prompts), batch_size):
+        chunk = range(first, min(first + batch_size, len(task.prompts)))
+        ids = [task.prompts[index].ids.to(device) for index in chunk]
+        if any(index not in known for index in chunk):
+            known.update(zip(chunk, _plain(decoder, task, ids, chunk), strict=True))
             seconds += time.perf_counter() - began
-            yield index
+            yield first
             began = time.perf_counter()
-        plains.append(known[index])
-        results.append(decoder.generate(ids, task.max_new_tokens, task.temperature, **limits))
-        mismatch = _compare(decoder, index, ids, known[index].tokens, results[-1].tokens, task.temperature)
-        if mismatch is not None:
-            mismatches.append(mismatch)
+        plains += [known[index] for index in chunk]
+        results += _speculative(decoder, task, ids, chunk)
+        for index, prompt in zip(chunk, ids, strict=True):
+            outputs = known[index].tokens, results[index].tokens
+            mismatch = _compare(decoder, index, prompt, *outputs, task.temperature)
+            mismatches += [] if mismatch is None else [mismatch]
         seconds += time.perf_counter() - began
-        yield index + 1
+        yield chunk.stop
         began = time.perf_counter()
     return _evaluation(
         decoder.proposer.block_size,
@@ -131,6 +133,21 @@ def measuring(
     )
 
 
+def _plain(decoder: SpeculativeDecoder, task: Task, ids: list[torch.Tensor], chunk: range) -> list[PlainResult]:
+    seeds, limits = [task.seed + index for index in chunk], (task.max_new_tokens, task.temperature)
+    if len(ids) > 1:
+        return plain_batch(decoder.target, ids, *limits, task.stop_ids, seeds, decoder.head)
+    stop = task.stop_ids
+    return [plain_generate(decoder.target, ids[0], *limits, stop_ids=stop, seed=seeds[0], head=decoder.head)]
+
+
+def _speculative(decoder: SpeculativeDecoder, task: Task, ids: list[torch.Tensor], chunk: range) -> list[DecodeResult]:
+    seeds, limits = [task.seed + index for index in chunk], (task.max_new_tokens, task.temperature)
+    if len(ids) > 1:
+        return generate_batch(decoder, ids, *limits, task.stop_ids, seeds)
+    return [decoder.generate(ids[0], *limits, stop_ids=task.stop_ids, seed=seeds[0])]
+
+
 def measure(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Prompt],
@@ -142,15 +159,16 @@ def measure(
     seed: int = 0,
     max_length: int | None = None,
     progress: Progress | None = None,
+    batch_size: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Decode every prompt twice, plainly and speculatively, one after the other."""
+    """Decode every prompt twice, plainly and speculatively, ``batch_size`` of them together."""
     task = Task(prompts, max_new_tokens, temperature, stop_ids, seed, max_length)
     if torch.device(device).type == "cuda":  # kernels are compiled and tuned at their first use
         warm = task.prompts[0].ids.to(device)
         decoder.generate(warm, min(32, max_new_tokens), temperature, seed=seed)
         plain_generate(decoder.target, warm, min(8, max_new_tokens), temperature, seed=seed, head=decoder.head)
-    steps = measuring(decoder, task, device, settings=settings)
+    steps = measuring(decoder, task, device, batch_size=batch_size, settings=settings)
     while True:
         try:
             done = next(steps)

@@ -59,21 +59,13 @@ def encode_prompts(
     prompts = []
     for number, row in enumerate(rows, 1):
         if row.get("messages"):
-            messages = list(row["messages"])
-            if messages[-1].get("role") == "assistant":
-                messages.pop()
-            if not tokenizer.chat_template:
-                rule = "the row holds a chat, and the target's tokenizer has no chat template"
-                raise ConfigError("--prompts", f"row {number}", rule, "use rows with a 'prompt' text")
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
-            )
+            text = _render(row["messages"], f"row {number}", tokenizer, template_kwargs or {})
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         elif isinstance(row.get("prompt"), str):
             text = row["prompt"]
             ids = tokenizer(text)["input_ids"]
         else:
-            rule = f"has neither 'messages' nor 'prompt' (its fields: {sorted(row)})"
+            rule = f"has neither 'messages' nor a text 'prompt' (its fields: {sorted(map(str, row))})"
             raise ConfigError("--prompts", f"row {number}", rule, "write one of the two")
         if not ids:
             raise ConfigError("--prompts", f"row {number}", "the prompt has no tokens", "remove the row")
@@ -81,3 +73,24 @@ def encode_prompts(
     if not prompts:
         raise ConfigError("--prompts", len(rows), "there are no prompts", "name a file with at least one row")
     return prompts
+
+
+def _render(messages: Any, place: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
+    """The chat up to where the target answers. ConfigError for what is no chat, or none that the template takes."""
+    if not (
+        isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+    ):
+        rule = "its 'messages' are no list of objects with a 'role'"
+        raise ConfigError("--prompts", place, rule, 'write e.g. [{"role": "user", "content": "…"}]')
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not tokenizer.chat_template:
+        rule = "the row holds a chat, and the target's tokenizer has no chat template"
+        raise ConfigError("--prompts", place, rule, "use rows with a 'prompt' text")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    except Exception as error:  # a template is a program of the target's makers and may raise anything
+        rule = f"the target's chat template does not take it ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        raise ConfigError("--prompts", place, rule, "mend the row, or remove it") from None
+    assert isinstance(text, str)
+    return text

@@ -76,7 +76,7 @@ class _LeadingSession(TargetSession):
         super().__init__(target.decoder, target_layer_ids, target.head)
         self._target = target
 
-    def __enter__(self) -> TargetSession:
+    def __enter__(self) -> _LeadingSession:
         self._target.tell(Call.OPEN)
         return super().__enter__()
 

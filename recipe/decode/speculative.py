@@ -141,7 +141,7 @@ class SpeculativeDecoder:
                 drafts = self.proposer.propose(taps, tokens[-1], count)
                 result = session.extend(torch.cat([prompt_ids.new_tensor(tokens[-1:]), drafts.to(prompt_ids)]))
                 choices = sampler(result.logits, len(prompt_ids) + len(tokens))
-                block, new = _commit(drafts.tolist(), choices.tolist(), max_new_tokens - len(tokens), stop_ids)
+                block, new = commit(drafts.tolist(), choices.tolist(), max_new_tokens - len(tokens), stop_ids)
                 blocks.append(block)
                 tokens.extend(new)
                 if len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
@@ -150,7 +150,7 @@ class SpeculativeDecoder:
             return DecodeResult(tokens, blocks, session.state_replays, now(prompt_ids.device) - began)
 
 
-def _commit(drafts: list[int], choices: list[int], room: int, stop_ids: Collection[int]) -> tuple[Block, list[int]]:
+def commit(drafts: list[int], choices: list[int], room: int, stop_ids: Collection[int]) -> tuple[Block, list[int]]:
     """The leading drafts that equal the target's choices, and its next choice; cut at an end token and at room."""
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == choices[accepted]:

@@ -93,7 +93,8 @@ def test_export_verb_reads_a_checkpoint(target_dir: Path, tmp_path: Path, capsys
     checkpoint.mkdir(parents=True)
     save_file(weights, checkpoint / "weights.safetensors")
     (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
-    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}}))
+    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}, "files": files}))
     (tmp_path / "run" / "config.json").write_text(json.dumps({"dflash": {"target": {"path": str(target_dir)}}}))
     assert call("export", tmp_path / "run") == 0
     shown = capsys.readouterr().out
@@ -112,7 +113,14 @@ def test_export_verb_reads_a_checkpoint(target_dir: Path, tmp_path: Path, capsys
         (["--num-prompts", "0"], "--num-prompts"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--max-new-tokens", "9999"], "--max-new-tokens"),
+        (["--batch-size", "0"], "--batch-size"),
         (["--temperature", "-1"], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--device", "foo"], "--device"),
+        (["--device", "meta"], "--device"),
+        (["--device", "cuda:99"], "--device"),
+        (["--json", "/proc/nowhere/out.json"], "--json"),
+        (["--json", "/tmp"], "--json"),
         (["--template-kwargs", "[]"], "--template-kwargs"),
         (["--prompts", "/nowhere.jsonl"], "--prompts"),
         (["--target", "/nowhere"], "/nowhere"),
@@ -147,7 +155,8 @@ def test_prompts_are_rendered_for_the_answer(target_dir: Path) -> None:
     one, two = encode_prompts([chat, {"prompt": "raw"}], tokenizer)
     assert one.text == "<user>hi\n<assistant>" and one.domain == "all" and two.text == "raw"
     assert len(one.ids) == len(one.text)
-    for row in ({"text": "x"}, {"prompt": ""}, {}):
+    wrong = [{"messages": value} for value in ("hi", {"role": "user"}, ["hi"], [{"content": "hi"}], 3)]
+    for row in ({"text": "x"}, {"prompt": ""}, {}, {"prompt": 5}, *wrong):
         with pytest.raises(ConfigError, match="row 2"):
             encode_prompts([{"prompt": "x"}, row], tokenizer)
     with pytest.raises(ConfigError, match="no prompts"):
