@@ -101,7 +101,8 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
                 "path": str(ROWS), "token_budget": sequences * MEAN_TOKENS, "max_seq_len": 512,
                 "max_batch_size": 2 * sequences,
             },
-            "layout": {"target_gpus": [int(swap)], "drafter_gpus": [int(not swap)], "target_tp": 1},
+            "layout": {"target_gpus": [int(swap)], "drafter_gpus": [int(not swap)], "target_tp": 1,
+                       "share_gpus": torch.cuda.device_count() == 1},
             "target": {"path": str(TARGET), "dtype": "float32" if cpu else "bfloat16"},
             "ring": {"min_ready": 12 if reuse > 1 else 4, "max_depth": 40, "reuse": reuse, "timeout_s": 300},
             "drafter": {
@@ -123,12 +124,12 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> None:
     """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs."""
     folder = Path("runs/quality-configs")
     folder.mkdir(parents=True, exist_ok=True)
-    waiting, running = deque(enumerate(names)), []
+    waiting, running, gpus = deque(enumerate(names)), [], max(1, torch.cuda.device_count())
     while waiting or running:
         while waiting and len(running) < at_once:
             index, name = waiting.popleft()
             path = folder / f"{name}.json"
-            path.write_text(json.dumps(run_config(name, bool(index % 2), steps, cpu), indent=1))
+            path.write_text(json.dumps(run_config(name, index % gpus == 1, steps, cpu), indent=1))
             with (folder / f"{name}.log").open("w") as log:
                 command = [sys.executable, "-m", "recipe", "train", str(path), "--replace"]
                 running.append((name, time.time(), subprocess.Popen(command, stdout=log, stderr=log)))

@@ -1,4 +1,4 @@
-"""The schedule by brute force: whatever worlds a run passes through, every (row, reuse index) is trained once an epoch."""
+"""The schedule by brute force: whatever worlds a run passes through, each row is trained once an epoch and use."""
 
 from __future__ import annotations
 
