@@ -92,7 +92,11 @@ run_tests() {
   "$venv/bin/ruff" check .
   "$venv/bin/ruff" format --check .
   "$venv/bin/mypy" recipe
-  exec "$venv/bin/python" -m pytest -m "not slow and not gpu" "$@"
+  local pytest=("$venv/bin/python" -m pytest -m "not slow and not gpu")
+  if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
+  # One-process tests two at a time; those that start processes of their own one after the other, as they time them.
+  "${pytest[@]}" -n 2 --dist loadfile tests/unit tests/numerics
+  exec "${pytest[@]}" --durations=15 tests/integration
 }
 
 case "${1:-}" in
