@@ -3,8 +3,11 @@
 Only the first replica of node 0 does. Its first rank looks for a request before it reserves the pages of a batch and
 says so in the control store; the other ranks of the replica get their page lists only after that, so all of them find
 the same word at the same batch. What is produced, and in which order, is not touched: training is the same with and
-without evaluation. A long evaluation is cut into slices between batches, so that nobody waits for entries longer than a
-fraction of `ring.timeout_s`.
+without evaluation.
+
+A long evaluation is cut into slices between batches, so that nobody waits too long. Each batch earns a slice of time,
+and each answer spends what it took; time in which the ring was full anyway is earned too. So all that evaluation adds
+to the production of one optimizer step is `SHARE` of `ring.timeout_s`, and one answer.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, Protocol
 
 from recipe.evaluations import Evaluations
 
-SLICE = 0.25  # of ring.timeout_s
+SHARE = 0.25
 POLL_S = 0.1
 
 
@@ -38,7 +41,7 @@ class EvaluationTurns:
 
     Args:
         first: whether this is the replica's first rank; ``alone``: whether it is the only one.
-        slice_s: seconds of evaluation between two batches.
+        budget_s: seconds of evaluation while the batches of one optimizer step, ``batches`` on this node, are produced.
         tick: called while waiting.
     """
 
@@ -48,25 +51,32 @@ class EvaluationTurns:
         evaluator: Evaluator,
         first: bool,
         alone: bool,
-        slice_s: float,
+        budget_s: float,
+        batches: int,
         tick: Callable[[], None],
     ) -> None:
         self.mail, self.evaluator, self.first, self.alone = mail, evaluator, first, alone
-        self.slice_s, self.tick = slice_s, tick
+        self.budget_s, self.slice_s, self.tick = budget_s, budget_s / batches, tick
+        self._earned_s, self._asked_at = self.slice_s, 0.0
         self._step: int | None = None
         self._due = False
 
     def announce(self, sequence: int) -> None:
         """Before the pages of batch ``sequence`` are reserved: is there something to evaluate?"""
+        self._asked_at = time.monotonic()
         if self.first:
-            self._due = self._something_to_do()
+            self._earned_s = min(self._earned_s + self.slice_s, self.budget_s)
+            self._due = self._earned_s > 0 and self._something_to_do()
             if self._due and not self.alone:
                 self.mail.call_others(str(sequence))
 
     def take(self, sequence: int) -> None:
         """After the reservation and before the batch is computed: evaluate for a slice if that was announced."""
         if self.first and self._due:
-            self._work(self.slice_s)
+            began = time.monotonic()
+            self._earned_s = min(self._earned_s + began - self._asked_at, self.budget_s)
+            self._work(self._earned_s)
+            self._earned_s -= time.monotonic() - began
         elif not self.first and self.mail.called(str(sequence)):
             self.evaluator.follow()
 
@@ -82,7 +92,7 @@ class EvaluationTurns:
             if self.first:
                 if not self.alone:
                     self.mail.call_others(f"end/{turn}")
-                self._work(self.slice_s)
+                self._work(self.budget_s)
             else:
                 self.evaluator.follow()
             turn += 1

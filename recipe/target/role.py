@@ -11,7 +11,7 @@ from recipe.evaluations import Evaluations
 from recipe.roles.worlds import world_group
 from recipe.scene import Scene
 from recipe.target.capture import TapCapture
-from recipe.target.evaluation import SLICE, EvaluationTurns, Evaluator
+from recipe.target.evaluation import SHARE, EvaluationTurns, Evaluator
 from recipe.target.loader import LoadProgress
 from recipe.target.open import open_target
 from recipe.target.producer import Producer, ProducerPlace
@@ -55,8 +55,9 @@ def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], Loop
     turns = None
     if evaluator is not None:
         evaluator.attach(engine)
-        slice_s = SLICE * scene.config.dflash.ring.timeout_s
-        turns = EvaluationTurns(mail, evaluator, role.tp_rank == 0, role.tp == 1, slice_s, watchdog.tick)
+        budget_s = SHARE * scene.config.dflash.ring.timeout_s
+        batches = scene.config.gradient_accumulation_steps * role.drafters_per_node
+        turns = EvaluationTurns(mail, evaluator, role.tp_rank == 0, role.tp == 1, budget_s, batches, watchdog.tick)
     watchdog.progress("ready")
     scene.store.check_in("target-ready")
     producer = Producer(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,37 @@ def test_a_killed_run_goes_on_evaluating_after_its_resume(server: ForkServer, pl
     assert sorted(evaluations(run)) == [4, 8, STEPS]
     ours, theirs = weights(run), weights(without)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank0", "rank1"])
+def test_a_death_during_an_evaluation_ends_the_run(server: ForkServer, place: Path, victim: str) -> None:
+    """Either rank of the replica, while its sibling waits for it in a broadcast or a sum."""
+    more = ["--set", "dflash.evaluation.max_new_tokens=400", "--set", "dflash.evaluation.every=1"]
+    launch = start(server, place, f"dead-{victim}", *more)
+    launch.wait_for("step=1/")
+    folder = place / "runs" / f"dead-{victim}" / "eval"
+    deadline = time.monotonic() + 30
+    while not list(folder.glob(".drafter_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    os.kill(launch.pid(victim), signal.SIGKILL)
+    killed = time.monotonic()
+    assert launch.wait(30) not in (0, None), launch.output[-3000:]
+    assert time.monotonic() - killed < 12 and "target replica 0" in launch.output
+    assert not list(folder.glob("*.json")), "it had ended already"
+
+
+@pytest.mark.slow
+def test_an_evaluation_longer_than_the_time_out_kills_nothing(server: ForkServer, place: Path) -> None:
+    """ring.timeout_s bounds a wait; the evaluation is cut into slices, and training goes on between them."""
+    rows = [{"prompt": f"w{20 + i} w{40 + i} w{9 + i}"} for i in range(40)]
+    (place / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--set", "dflash.ring.timeout_s=10", "--set", "dflash.evaluation.max_new_tokens=40"]
+    more += ["--set", f"dflash.evaluation.prompts={place / 'many.jsonl'}"]
+    more += ["--set", "dflash.objective.soft_labels=false"]  # a target that is loaded whole for it alone
+    launch = start(server, place, "long", *more)
+    assert launch.wait(280) == 0, launch.output[-3000:]
+    found = evaluations(place / "runs" / "long")
+    assert sorted(found) == [4, 8, STEPS] and all(one["identical"] for one in found.values())
+    assert found[4]["seconds"] > 10, "too fast to show anything: raise max_new_tokens"

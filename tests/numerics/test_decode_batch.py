@@ -17,7 +17,7 @@ from recipe.decode.speculative import SpeculativeDecoder
 from recipe.errors import ConfigError
 from tests.numerics.decode_models import Oracle, drafter_parts, prompts, tiny_target
 
-LENGTH = 22
+LENGTH = 13
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "llama"])
@@ -47,12 +47,12 @@ def test_plain_decoding_of_a_batch(target: torch.nn.Module, temperature: float) 
 
 @pytest.mark.parametrize("kind", ["random", "mixed"])
 def test_speculative_decoding_of_a_batch(target: torch.nn.Module, kind: str) -> None:
-    ids = prompts(6, seed=5)
+    ids = prompts(4, seed=5)
     answers = [plain_generate(target, one, LENGTH).tokens for one in ids]
     stop = {answers[2][7]}
     for stops in ((), stop):
         alone = [plain_generate(target, one, LENGTH, stop_ids=stops).tokens for one in ids]
-        together = generate_batch(decoder_of(target, kind), ids, LENGTH, 0.0, stops, range(6))
+        together = generate_batch(decoder_of(target, kind), ids, LENGTH, 0.0, stops, range(4))
         assert [result.tokens for result in together] == alone
     accepted = [result.accepted for result in together]
     assert len({tuple(one) for one in accepted}) > 1, "acceptance was not ragged"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.decode.metrics import accept_rate, first_difference, target_forwards_per_token, tau, tau_interval
-from recipe.decode.speculative import Block, DecodeResult, _commit
+from recipe.decode.speculative import Block, DecodeResult, commit
 
 
 def result(*blocks: tuple[int, int, int]) -> DecodeResult:
@@ -58,4 +58,4 @@ def test_first_difference(one: list[int], other: list[int], position: int | None
     ],
 )
 def test_commit(drafts: list, choices: list, room: int, stop: tuple, block: tuple, new: list) -> None:
-    assert _commit(drafts, choices, room, stop) == (Block(*block), new)
+    assert commit(drafts, choices, room, stop) == (Block(*block), new)

@@ -55,6 +55,8 @@ def test_bad_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("config", sorted(Path(CONFIG).parent.glob("*.json")), ids=lambda path: path.stem)
 def test_every_config_of_the_repository_has_a_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if config.stem == "smollm2_135m" and not Path("data/smollm2-135m-instruct").is_dir():
+        pytest.skip("its target is fetched by `fetch-smollm2`")
     assert run(arguments(str(config))) == 0
     out = capsys.readouterr().out
     assert "recommended:" in out and "\n * " in out and "TFLOP/s a target GPU" in out
