@@ -101,6 +101,7 @@ def test_what_is_trained_does_not_know_of_it(evaluated: Path, without: Path) -> 
     assert not evaluations(without)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_evaluating_after_its_resume(server: ForkServer, place: Path, without: Path) -> None:
     launch = start(server, place, "killed")
     launch.wait_for("step=5/")

@@ -107,6 +107,7 @@ def test_the_stored_config_runs_again_by_itself(whole: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_is_gone_at_once_and_resumes_to_the_same_weights(
     workplace: Path, whole: Path, clean_shm: None
 ) -> None:
@@ -155,6 +156,7 @@ def test_the_bare_launcher_refuses_with_one_message_and_leaves_nothing(workplace
     assert not (workplace / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_check_tries_one_step_and_writes_nothing(workplace: Path, clean_shm: None) -> None:
     before = sorted(Path(tempfile.gettempdir()).glob("dflash-check-*"))
     done = run(workplace, "tried", "--check")
@@ -164,6 +166,7 @@ def test_check_tries_one_step_and_writes_nothing(workplace: Path, clean_shm: Non
     assert sorted(Path(tempfile.gettempdir()).glob("dflash-check-*")) == before
 
 
+@pytest.mark.slow
 def test_an_occupied_port_is_the_users_mistake_and_not_a_traceback(workplace: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

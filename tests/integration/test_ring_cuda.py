@@ -54,11 +54,13 @@ def test_registered_pages_copy_at_the_rate_of_pinned_memory_and_bit_for_bit() ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_handed_off_taps_arrive_bit_for_bit_and_every_left_out_rule_shows() -> None:
-    """Poisoned blocks, allocator storms, ragged sizes (benchmarks/bench_handoff.py): only the unsafe variants fail."""
+def test_handed_off_taps_arrive_bit_for_bit_and_a_left_out_rule_shows() -> None:
+    """Poisoned blocks, allocator storms, ragged sizes (benchmarks/bench_handoff.py): the safe one never fails."""
     consumers = Consumers(threads=False)
     found = {name: stress(name, default_setting("cuda", 300), consumers) for name in VARIANTS}
     consumers.close()
     assert found["safe"]["wrong"] == 0 and found["safe"]["entries"] == 300, found["safe"]["first"]
-    assert all(result["wrong"] > 0 for name, result in found.items() if name != "safe"), found
+    # The early publication needs a consumer that is faster than the copy, and the early release an allocation in time:
+    # neither is certain in 300 entries (on an H200 1 wrong entry of 400, none of 400).
+    assert found["unsafe-packed-on-second-stream"]["wrong"] > 0, found
     assert all(result["pages_back"] for result in found.values())
