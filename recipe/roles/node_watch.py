@@ -77,14 +77,16 @@ class NodeWatch:
         return {"rank": rank, "role": self.names.get(rank, ""), "cause": cause, "code": code}
 
     def dead_sibling(self) -> Report | None:
-        """A rank of this node whose process is gone."""
-        for rank, (pid, ticks) in self.siblings.items():
-            if process.start_ticks(pid) != ticks:
-                how = self._departed.setdefault(
-                    rank, process.how_it_ended(pid, ticks) or "killed, or it left before the end"
-                )
-                return self.report(rank, f"its process (pid {pid}) is gone: {how}")
-        return None
+        """A rank of this node whose process is gone. Of several at once the one to blame: when a rank has died, the
+        launcher ends the others from the lowest up, so a dead rank above a living one was not ended by it."""
+        gone = sorted(rank for rank, (pid, ticks) in self.siblings.items() if process.start_ticks(pid) != ticks)
+        if not gone:
+            return None
+        below = {rank for rank in (*self.siblings, self.rank) if rank < gone[-1]}
+        rank = gone[0] if below <= set(gone) else gone[-1]
+        pid, ticks = self.siblings[rank]
+        how = self._departed.setdefault(rank, process.how_it_ended(pid, ticks) or "killed, or it left before the end")
+        return self.report(rank, f"its process (pid {pid}) is gone: {how}")
 
     def lives(self, rank: int) -> bool:
         """Whether ``rank`` is a sibling whose process runs and is not stopped."""

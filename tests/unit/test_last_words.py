@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -127,3 +128,33 @@ def test_a_sibling_is_found_without_any_store(scene: signal.Signals, words: str)
     """By being the launcher's child, by the order of start; rank 5 is local rank 1 of the second node."""
     for line in launcher(3, scene):
         assert line.startswith("5 drafter 1 ") and words in line, line
+
+
+@pytest.mark.parametrize(
+    ("dead", "blamed"),
+    [
+        ((2,), 2),
+        ((0, 2), 2),  # rank 1 lives: the launcher, which ends the lowest first, has not come to rank 2 yet
+        ((0, 1), 0),
+        ((1, 2), 2),
+    ],
+)
+def test_of_several_dead_the_one_is_blamed_that_the_launcher_did_not_end(dead: tuple[int, ...], blamed: int) -> None:
+    sleepers = {rank: subprocess.Popen(["sleep", "60"]) for rank in range(3)}
+    watch = NodeWatch({"RANK": "3", "LOCAL_RANK": "3", "LOCAL_SIZE": "1"})
+    watch.stop()
+    try:
+        for rank, sleeper in sleepers.items():
+            ticks = process.start_ticks(sleeper.pid)
+            assert ticks is not None
+            watch.siblings[rank] = (sleeper.pid, ticks)
+        assert watch.dead_sibling() is None
+        for rank in dead:
+            sleepers[rank].kill()
+            sleepers[rank].wait()
+        report = watch.dead_sibling()
+        assert report is not None and report["rank"] == blamed
+    finally:
+        for sleeper in sleepers.values():
+            sleeper.kill()
+            sleeper.wait()
