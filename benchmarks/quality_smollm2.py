@@ -45,8 +45,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpace-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}},
     "dpace-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}},
     "dpace-alpha7": {"objective": {**DPACE, "dpace_alpha": 0.7}},
+    "dpace-lr3": {"objective": DPACE, "lr": 3e-4},
+    "dpace-lr4": {"objective": DPACE, "lr": 4e-4},
+    "dpace-lr9": {"objective": DPACE, "lr": 9e-4},
     "dpace-lr12": {"objective": DPACE, "lr": 1.2e-3},
-    "dpace-lr24": {"objective": DPACE, "lr": 2.4e-3},
+    "dpace-beta99": {"objective": DPACE, "betas": [0.9, 0.99]},
+    "dpace-accept2": {"objective": {**DPACE, "acceptance_weight": 2.0}},
+    "dpace-soft-quarter": {"objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.25}},
+    "dpace-anchors24": {"objective": DPACE, "anchors": 24},
+    "dpace-layers8": {"objective": DPACE, "drafter.num_layers": 8},
+    "dpace-steps1200": {"objective": DPACE, "steps": 1200},
+    "dpace-steps2400": {"objective": DPACE, "steps": 2400},
     "dpace-anchors96": {"objective": DPACE, "anchors": 96},
     "dpace-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}},
     "ce-gamma4": {"objective": {**HARD, "gamma": 4.0}},
@@ -78,7 +87,7 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     changes = dict(RUNS[name])
     anchors = changes.pop("anchors", ANCHORS_PER_ROW)
     lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
-    reuse = changes.get("ring.reuse", 1)
+    betas, reuse = changes.pop("betas", [0.9, 0.95]), changes.get("ring.reuse", 1)
     sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -87,7 +96,7 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
         "bf16": {"enabled": not cpu},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": [0.9, 0.95]}},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},

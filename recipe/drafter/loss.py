@@ -10,6 +10,7 @@ Symbols: R rows that carry weight, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,38 +81,24 @@ class _FrozenHead(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, wide = len(hidden), torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        ce, mixed, correct, entropy = (torch.zeros(count, dtype=wide, device=hidden.device) for _ in range(4))
-        wanted = bool(ctx.needs_input_grad[0])
+        losses = torch.empty(4, count, dtype=wide, device=hidden.device)
+        wanted, soft = bool(ctx.needs_input_grad[0]), teacher is not None
         gradient = torch.empty_like(hidden) if wanted else None
-        hard_gradient = torch.empty_like(hidden) if wanted and need_both and teacher is not None else None
+        hard_gradient = torch.empty_like(hidden) if wanted and need_both and soft else None
+        reduce = _rows_of(hidden, wide)
         for start in range(0, count, rows):
             at = slice(start, min(start + rows, count))
-            label = labels[at, None]
             logits = _logits(hidden[at], head)
-            logits -= logits.amax(1, keepdim=True)
-            picked = logits.gather(1, label)
-            correct[at] = (picked >= 0)[:, 0].to(wide)
-            if teacher is not None:
-                soft, entropy[at] = _distribution(_logits(teacher[at].to(hidden.dtype), head), temperature)
-                overlap = _row_dot(soft, logits)
-            logits.exp_()
-            total = logits.sum(1, keepdim=True)
-            ce[at] = (total.log() - picked)[:, 0]
-            if teacher is not None:
-                kl = total.log()[:, 0] - overlap - entropy[at]
-                mixed[at] = soft_weight * kl + (1 - soft_weight) * ce[at]
-            if gradient is None:
-                continue
-            logits /= total
-            if teacher is None:
-                gradient[at] = _toward(_less_label(logits, label, 1.0), head, hidden.dtype)
-                continue
-            if hard_gradient is not None:
-                _less_label(logits, label, 1.0)
-                hard_gradient[at] = _toward(logits, head, hidden.dtype)
-                _less_label(logits, label, -1.0)
-            logits.sub_(soft, alpha=soft_weight)
-            gradient[at] = _toward(_less_label(logits, label, 1.0 - soft_weight), head, hidden.dtype)
+            teacher_logits = None if teacher is None else _logits(teacher[at].to(hidden.dtype), head)
+            losses[:, at], error, hard_error = reduce(
+                logits, teacher_logits, labels[at], temperature, soft_weight, head.dtype, wanted, need_both
+            )
+            del logits, teacher_logits  # before the next chunk's are made
+            if gradient is not None and error is not None:
+                gradient[at] = _toward(error, head, hidden.dtype)
+            if hard_gradient is not None and hard_error is not None:
+                hard_gradient[at] = _toward(hard_error, head, hidden.dtype)
+        ce, mixed, correct, entropy = losses.unbind()
         ctx.save_for_backward(gradient, hard_gradient)
         ctx.soft = teacher is not None
         silent = [correct, entropy]
@@ -146,6 +133,54 @@ def _toward(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
     if error.is_cuda:
         return (error.to(head.dtype) @ head).to(dtype)
     return (error @ head.to(error.dtype)).to(dtype)
+
+
+def _rows_of(hidden: Tensor, wide: torch.dtype) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The fused kernel on a GPU, torch elsewhere and for float64."""
+    if not hidden.is_cuda or wide == torch.float64:
+        return rows_in_torch
+    from recipe.drafter.fused_rows import fused_rows
+
+    return fused_rows
+
+
+def rows_in_torch(
+    logits: Tensor,
+    teacher_logits: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    soft_weight: float,
+    dtype: torch.dtype,
+    wanted: bool,
+    need_both: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses of n rows [4, n] (as in `RowLosses`), and what goes back through the head, [n, V] each or None.
+
+    Overwrites the logits. ``dtype`` is for the fused kernel, which rounds the error to it; here it stays wide.
+    """
+    label, losses = labels[:, None], torch.zeros(4, len(labels), dtype=logits.dtype, device=logits.device)
+    ce, mixed, correct, entropy = losses.unbind()
+    logits -= logits.amax(1, keepdim=True)
+    picked = logits.gather(1, label)
+    correct.copy_(picked[:, 0] >= 0)
+    soft = None
+    if teacher_logits is not None:
+        soft, own = _distribution(teacher_logits, temperature)
+        entropy.copy_(own)
+        overlap = _row_dot(soft, logits)
+    logits.exp_()
+    total = logits.sum(1, keepdim=True)
+    ce.copy_((total.log() - picked)[:, 0])
+    if soft is not None:
+        mixed.copy_(soft_weight * (total.log()[:, 0] - overlap - entropy) + (1 - soft_weight) * ce)
+    if not wanted:
+        return losses, None, None
+    logits /= total
+    if soft is None:
+        return losses, _less_label(logits, label, 1.0), None
+    hard = _less_label(logits.clone(), label, 1.0) if need_both else None
+    logits.sub_(soft, alpha=soft_weight)
+    return losses, _less_label(logits, label, 1.0 - soft_weight), hard
 
 
 def _less_label(probabilities: Tensor, label: Tensor, amount: float) -> Tensor:

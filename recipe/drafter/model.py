@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from recipe.drafter.attention import TILE, Attend, EagerAttention, FlexAttention, Visibility
 from recipe.drafter.batch import MicroBatch
 from recipe.drafter.config import SLIDING, DrafterConfig
-from recipe.drafter.rotary import RotaryTables, rotate
+from recipe.drafter.pieces import RMSNorm, SwiGLU, fused, norm_rotate
+from recipe.drafter.rotary import RotaryTables
 
 Tables = tuple[Tensor, Tensor]
 
@@ -34,17 +34,18 @@ class BlockAttention(nn.Module):
         self.k_proj = nn.Linear(h, kv * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(h, kv * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(q, h, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_dim)
 
     def forward(self, x: Tensor, context: Tensor, block_rope: Tables, context_rope: Tables, attend: Attend) -> Tensor:
         """x [A·B, H] (layer-normed), context [C, H] (not layer-normed) -> [A·B, H]."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *block_rope)
-        block_k = rotate(self.k_norm(self._heads(self.k_proj(x))), *block_rope)
-        context_k = rotate(self.k_norm(self._heads(self.k_proj(context))), *context_rope)
+        turn, q_norm, k_norm = fused(norm_rotate, x), self.q_norm, self.k_norm
+        q = turn(self._heads(self.q_proj(x)), q_norm.weight, q_norm.variance_epsilon, *block_rope)
+        block_k = turn(self._heads(self.k_proj(x)), k_norm.weight, k_norm.variance_epsilon, *block_rope)
+        context_k = turn(self._heads(self.k_proj(context)), k_norm.weight, k_norm.variance_epsilon, *context_rope)
         block_v, context_v = self._heads(self.v_proj(x)), self._heads(self.v_proj(context))
         out = attend(q, context_k, context_v, block_k, block_v)
         return self.o_proj(out.reshape(x.shape[0], -1))
@@ -56,9 +57,9 @@ class DrafterLayer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = BlockAttention(config)
-        self.mlp = Qwen3MLP(config.qwen3())
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.qwen3())
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, block_rope: Tables, context_rope: Tables, attend: Attend) -> Tensor:
         """x [A·B, H], context [C, H] -> [A·B, H]."""
@@ -73,9 +74,9 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config, self.attention = config, attention
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = RotaryTables(config)
 
     @torch.no_grad()

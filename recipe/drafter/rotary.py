@@ -30,9 +30,3 @@ class RotaryTables:
         with torch.no_grad():
             cos, sin = rotary(like, positions[None])
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [n, heads, D] turned by the tables [n, 1, D], which the caller has cast to x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
