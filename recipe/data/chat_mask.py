@@ -50,10 +50,10 @@ class ChatMask:
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._added = set(tokenizer.added_tokens_decoder)
         self._openings: dict[str, list[int]] = {}
-        self.turns = TurnRenderer(tokenizer, self._special)
-        self.stops = stop_ids(tokenizer, model_path)
-        if self._special and (found := self._special.search(self.turns.ending)):
-            self.stops.add(tokenizer.convert_tokens_to_ids(found.group()))
+        self._declared = stop_ids(tokenizer, model_path)
+        texts = {str(tokenizer.convert_ids_to_tokens(i)) for i in self._declared if i < self.vocabulary}
+        self.turns = TurnRenderer(tokenizer, self._special, texts)
+        self.stops = self._declared | {tokenizer.convert_tokens_to_ids(end) for end in self.turns.stops}
 
     def mask(self, sample: Sample, max_seq_len: int) -> Masked:
         """Sequences of at most ``max_seq_len`` tokens that each hold an anchor: two consecutive supervised tokens.
@@ -112,13 +112,13 @@ class ChatMask:
             first = int(np.searchsorted(starts, len(turn.prompt)))
             stop = int(np.searchsorted(starts, len(turn.prompt) + len(turn.answer)))
             if self._clean_cut(ids, starts, first, turn.prompt):
-                self._supervise(ids, mask, first, stop, out.notes)
+                self._supervise(ids, mask, first, stop, out.notes, turn.quotes)
             else:
                 apart.append(turn)
         sequences = [Sequence(ids, mask)] if len(apart) < len(shown) else []
         for turn in apart:
             try:
-                sequences.append(self._served(turn.prompt, turn.answer, out.notes))
+                sequences.append(self._served(turn.prompt, turn.answer, out.notes, quotes=turn.quotes))
             except Drop as drop:
                 out.turns.append(drop)
         return sequences[::-1]
@@ -143,7 +143,9 @@ class ChatMask:
             self._openings[text] = list(self.backend.encode(text, add_special_tokens=False).ids)
         return self._openings[text]
 
-    def _served(self, prompt: str, answer: str, notes: Counter[str], open_text: bool = False) -> Sequence:
+    def _served(
+        self, prompt: str, answer: str, notes: Counter[str], open_text: bool = False, quotes: bool = True
+    ) -> Sequence:
         """Prompt and answer tokenised apart, as a server does it. ``open_text``: with the tokenizer's own BOS."""
         encoding = self.backend.encode(prompt + answer, add_special_tokens=False)
         whole = list(encoding.ids)
@@ -160,7 +162,7 @@ class ChatMask:
             opened = self._with_bos(prompt, opened)
         ids = np.array(opened + added, dtype=np.int32)
         mask = np.zeros(len(ids), dtype=bool)
-        self._supervise(ids, mask, len(opened), len(ids), notes)
+        self._supervise(ids, mask, len(opened), len(ids), notes, quotes)
         return Sequence(ids, mask)
 
     def _continued(self, opened: list[int], answer: str, whole: list[int]) -> list[int]:
@@ -178,9 +180,13 @@ class ChatMask:
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
 
-    def _supervise(self, ids: np.ndarray, mask: np.ndarray, first: int, stop: int, notes: Counter[str]) -> None:
-        """Supervise ids[first:stop], but nothing after a stop token: generation would have ended there."""
-        stops = self.stops
+    def _supervise(
+        self, ids: np.ndarray, mask: np.ndarray, first: int, stop: int, notes: Counter[str], quotes: bool
+    ) -> None:
+        """Supervise ids[first:stop], but nothing after a stop token: generation would have ended there. The token that
+        ends a turn may stand inside of one that the template builds (between thought and answer), unless the message
+        itself ``quotes`` control tokens."""
+        stops = self.stops if quotes else self._declared
         ended = next((at for at, token in enumerate(ids[first : stop - 1].tolist(), first) if token in stops), None)
         if ended is not None:
             stop = ended + 1

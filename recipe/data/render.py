@@ -66,7 +66,8 @@ class Renderer:
         self._compiled = _compile(template) if template else None
         if self._compiled and not self._agrees():
             self._compiled = None
-        self.sequential = self._compiled is not None and is_sequential(self._compiled.environment.parse(template))
+        self.tree = self._compiled.environment.parse(template) if self._compiled else None
+        self.sequential = self.tree is not None and is_sequential(self.tree)
         self._open: Messages = []
         self._tools: list[Any] | None = None
         self._ready: Messages = []

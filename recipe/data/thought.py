@@ -1,4 +1,4 @@
-"""The thought of an answer: where it stands, which tag a prompt opened for it, and what the target writes of it."""
+"""The thought of an answer: where it stands, which tags frame it, and what the target writes of it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,65 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_OPENING = re.compile(r"(?:<([A-Za-z][\w:-]*)>|\[([A-Z_]+)\])\s*\Z")
+# How published formats open a thought: <think>, <seed:think>, [THINK], <|START_THINKING|>, <|channel>thought.
+_OPENING = re.compile(
+    r"<(?P<name>[\w:-]*(?:think|thought|reason)[\w:-]*)>|\[(?P<square>THINK\w*)\]"
+    r"|<\|START_(?P<start>THINK\w*)\|>|<\|channel>thought\n",
+    re.IGNORECASE,
+)
+_NEAR = 120  # characters from the end of a prompt in which its frame can begin
 _BEGUN = re.compile(r"\s*<think>")
 _FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A think tag that ends a text and is left open there: its two tags, and where in the text it begins."""
+class Frame:
+    """The tags of a thought at the end of a text: it is left open there, or ``closed`` at once. ``gap``: the white
+    space after the opening tag; ``after``: after the closing one; ``start``: where in the text the opening begins."""
 
     opening: str
+    gap: str
     closing: str
+    closed: bool
+    after: str
     start: int
 
     @classmethod
-    def at_end(cls, text: str) -> Opened | None:
-        near = max(0, len(text) - 80)
-        found = _OPENING.search(text, near)
-        if found is None:
+    def at_end(cls, text: str) -> Frame | None:
+        """None where ``text`` does not end in an opening tag or in an empty pair of them."""
+        tags = list(_OPENING.finditer(text, max(0, len(text) - _NEAR)))
+        if not tags:
             return None
-        name, square = found.groups()
-        tags = (f"<{name}>", f"</{name}>") if name else (f"[{square}]", f"[/{square}]")
-        return cls(*tags, found.start())
+        found = tags[-1]
+        opening, closing = found.group(), _closing(found)
+        rest = text[found.end() :]
+        gap = rest[: len(rest) - len(rest.lstrip())]
+        rest = rest[len(gap) :]
+        if not rest:
+            return cls(opening, gap, closing, False, "", found.start())
+        if rest.startswith(closing) and not rest[len(closing) :].strip():
+            return cls(opening, gap, closing, True, rest[len(closing) :], found.start())
+        return None
+
+    def around(self, thought: str) -> str:
+        """``thought`` as the target writes it where no prompt has opened it."""
+        line = "\n" if "\n" in self.gap or self.opening.endswith("\n") else ""
+        first = line if not self.opening.endswith("\n") else ""
+        return f"{self.opening}{first}{thought}{line}{self.closing}{self.after}"
+
+    def dropped_from(self, text: str) -> str:
+        """``text`` without the frame, empty or with its opening alone, that it begins with."""
+        opening, closing = re.escape(self.opening), re.escape(self.closing)
+        found = re.match(rf"\s*(?:(?:{opening})?\s*{closing}|{opening})", text)
+        return text[found.end() :] if found else text
+
+
+def _closing(found: re.Match[str]) -> str:
+    if found["name"]:
+        return f"</{found['name']}>"
+    if found["square"]:
+        return f"[/{found['square']}]"
+    return f"<|END_{found['start']}|>" if found["start"] else "<channel|>"
 
 
 @dataclass(frozen=True)
@@ -51,16 +88,17 @@ def is_unfinished(said: dict[str, Any]) -> bool:
     return "</think>" not in said["content"] and bool(_BEGUN.match(said["content"]))
 
 
-def take_apart(said: dict[str, Any], prompt_extra: str) -> Thinking | None:
-    """``said`` taken apart for a prompt that ends in ``prompt_extra``, which may open a thought; the text then need not
-    repeat the tag. None when there is no thought that could be generated there."""
+def take_apart(said: dict[str, Any], opened: Frame | None, shown: Frame | None) -> Thinking | None:
+    """``said`` taken apart for a prompt that ends in the open thought ``opened`` (the text then need not repeat the
+    tag), or that opens none (None); there ``shown`` is how the template shows an empty thought, if it does.
+    None when there is no thought that could be generated there."""
     rest = {k: v for k, v in said.items() if k not in _FIELDS}
-    opened = Opened.at_end(prompt_extra)
     if said.get("reasoning_content"):
-        if opened is None:
-            return None
-        closing = f"\n{opened.closing}\n\n" if prompt_extra.endswith("\n") else opened.closing
-        return Thinking(said["reasoning_content"].strip() + closing, rest)
+        thought = said["reasoning_content"].strip()
+        if opened:
+            closing = f"\n{opened.closing}\n\n" if opened.gap.endswith("\n") else opened.closing
+            return Thinking(thought + closing, rest)
+        return Thinking(shown.around(thought), rest) if shown else None
     closing = opened.closing if opened else "</think>"
     thought, closed, answer = said["content"].partition(closing)
     if not closed:

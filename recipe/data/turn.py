@@ -1,10 +1,10 @@
 """One answer as it is served: the text of its prompt, and the text that the target generates after it.
 
 The template renders the messages before the answer with its generation prompt (P), and the messages with the answer
-(F). Where F continues P, the rest of F was generated. Many published templates contradict themselves there: the prompt
-opens a thought, or closes an empty one, that the rendered answer does not show; a system text moves; old thoughts are
-dropped. A server prints P whatever F looks like, so then P is followed by the answer's own rendering, which is found by
-rendering the same turn with a probe in the place of the answer. Nothing is searched for in text that users wrote.
+(F), both under each setting of its switches. Where F continues P, the rest of F was generated. Many published templates
+contradict themselves there: the prompt opens a thought, or closes an empty one, that the rendered answer does not show;
+a system text moves; old thoughts are dropped. A server prints P whatever F looks like, so then P is followed by the
+answer's own rendering. Nothing is searched for in text that users wrote.
 """
 
 from __future__ import annotations
@@ -12,85 +12,93 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe.data.conversation import Chat
+from recipe.data.manner import PROBE, Ends, Manner, ends_of_turns, manner, only_prompt_depends_on, settings
 from recipe.data.render import Renderer
 from recipe.data.report import Drop
-from recipe.data.thought import Opened, is_unfinished, take_apart, thought_of
+from recipe.data.thought import Frame, is_unfinished, take_apart, thought_of
 
-_PROBE = "zqanswerqz"
-_SWITCHES = ("enable_thinking", "thinking")
 _NO_THOUGHT = "answers without the thought that the prompt opens (prompt taken without its opening tag)"
+_CLOSED_THOUGHT = (
+    "answers without the thought that the prompt opens (prompt taken with the closing tag of the template)"
+)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """``prompt`` + ``answer`` opens ``full``: the text up to the end of this turn."""
+    """``prompt`` + ``answer`` opens ``full``: the text up to the end of this turn. ``quotes``: the message's own text
+    holds a control token, so that not every one in ``answer`` is the template's."""
 
     prompt: str
     answer: str
     full: str
-
-
-@dataclass(frozen=True)
-class _Manner:
-    """What a template does with one setting of its switches, learnt from a probe. ``extra``: what its generation prompt
-    prints beyond the opening of a rendered answer (a think tag). ``joint``: the reverse (a space)."""
-
-    arguments: dict[str, Any]
-    extra: str
-    joint: str
-
-    @property
-    def opens(self) -> bool:
-        """Whether the prompt opens a thought and leaves it open."""
-        opened = Opened.at_end(self.extra)
-        return opened is not None and not self.extra[: opened.start].strip()
+    quotes: bool = False
 
 
 class TurnRenderer:
-    """Renders turns with one tokenizer's template. ``special``: matches the control tokens, or None without any."""
+    """Renders turns with one tokenizer's template. ``special``: matches the control tokens, or None without any;
+    ``stops``: the texts of those that end a generation."""
 
-    def __init__(self, tokenizer: Any, special: re.Pattern[str] | None) -> None:
+    def __init__(self, tokenizer: Any, special: re.Pattern[str] | None, stops: set[str]) -> None:
         self.tokenizer, self._special = tokenizer, special
         self.template = _default_template(tokenizer)
         self._renderer = Renderer(tokenizer, self.template)
-        code = re.sub(r"\{#.*?#\}", "", self.template, flags=re.DOTALL)
-        switches = [name for name in _SWITCHES if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", code)]
-        self._settings: list[dict[str, Any]] = [{}, *({name: on} for name in switches for on in (False, True))]
-        self.suffix, self.ending = self._end_of_turn()
-        self._manners = [m for m in map(self._manner, self._settings) if m] if self.template else []
+        self._settings: list[dict[str, Any]] = [{}]
+        self._manners: list[Manner] = []
+        self._steady = True
+        self._ends = Ends()
+        if not self.template:
+            return
+        for tools in (False, True):  # some templates are for conversations with tools and refuse all others
+            self._ends = ends_of_turns(self.render, special, stops, tools)
+            if self._ends != Ends():
+                break
+        tree = self._renderer.tree
+        self._settings = settings(tree, self.template, self.render)
+        self._steady = only_prompt_depends_on(tree, {name for arguments in self._settings for name in arguments})
+        found = (manner(self.render, s, False) or manner(self.render, s, True) for s in self._settings)
+        self._manners = [m for m in found if m]
+        self._empty = next((m.empty for m in self._manners if m.empty), None)
+
+    @property
+    def stops(self) -> set[str]:
+        """The control tokens that end an answer in this template."""
+        texts = (self._ends.ending, *self._ends.by_next.values())
+        ends = [self._special.findall(text) for text in texts] if self._special else []
+        return {found[-1] for found in ends if found}
 
     def turn(self, chat: Chat, index: int, notes: Counter[str]) -> Turn:
         """The assistant message ``index`` of ``chat`` as served. Raises Drop when the template refuses it."""
         before, said = chat.messages[:index], chat.messages[index]
+        after = chat.messages[index + 1] if index + 1 < len(chat.messages) else None
         self._renderer.open(chat.messages, chat.tools)
         if "</think>" in self.template and is_unfinished(said):
             raise Drop("unfinished_thought", f"turn {index}")
-        full = self.render([*before, said], chat.tools)
-        prompts = {self.render(before, chat.tools, add_generation_prompt=True, **s) for s in self._settings}
-        fitting = [p for p in prompts if full.startswith(p)]
-        thought = thought_of(said)
-        found: Turn | None = None
-        if fitting:
-            # The longest: with thinking off, a prompt supplies the empty tags that an answer without thought shows.
-            prompt = max(fitting, key=len)
-            found = Turn(prompt, self._generated(full[len(prompt) :]), full)
-            if not thought:
-                found = self._without_empty_thought(found, before, said, chat.tools)
-        if found is None or thought not in found.answer:
-            served = self._continued(before, said, chat.tools, notes)
+        scene = _Scene(before, said, after, chat.tools)
+        foreign = "</think>" not in self.template and not said.get("reasoning_content")
+        thought = "" if foreign else thought_of(said)  # another family's tags are only text here
+        found, arguments = self._continuing(scene)
+        best = min(self._manners, key=lambda m: self._rank(m, bool(thought)), default=None)
+        if found and not thought:
+            found = self._without_empty_thought(found, scene, notes)
+        # With thinking off a prompt closes an empty thought; that it is not shown later is no reason to switch it on.
+        closes = not thought and best is not None and best.extra and not best.opened and best.arguments != arguments
+        if best and (found is None or closes or not _tells(found, thought)):
+            served = self._continued(scene, best, notes)
             found = served if found is None or (served and thought in served.answer) else found
         if found is None:
             raise Drop("template_contradicts_prompt", f"turn {index}")
         _account(said, thought, found.answer, notes)
         if said.get("truncated"):
-            found = Turn(found.prompt, found.answer.removesuffix(self.ending), found.full)
+            found = replace(found, answer=found.answer.removesuffix(self._ends.ending))
+        elif self._ends.suffix.strip() or self._ends.by_next:
+            self._note_end(found.answer, notes)
         if not found.answer:
             raise Drop("template_contradicts_prompt", f"turn {index}: the template renders nothing for it")
-        return found
+        return replace(found, quotes=self._special is not None and _quotes(said, self._special))
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **arguments: Any) -> str:
         """The template's text. Raises Drop when it refuses the messages, or when no tokenizer can encode the text."""
@@ -106,94 +114,148 @@ class TurnRenderer:
         except TypeError:  # it joins a call's arguments to text: such templates want them as JSON
             return self._renderer.text([_with_text_arguments(m) for m in messages], tools, **arguments)
 
-    # ---- what the template does, from probes
-
-    def _end_of_turn(self) -> tuple[str, str]:
-        """(what the template prints after an answer, the part of it that the target generates)."""
-        if not self.template:
-            return "", ""
-        try:
-            suffix = self.render(_asked(_PROBE), None).rpartition(_PROBE)[2]
-        except Drop:
-            return "", ""
-        found = self._special.search(suffix) if self._special else None
-        # Without a control token the end is text: the target writes it, but not the white space before the next turn.
-        return suffix, suffix[: found.end()] if found else suffix.rstrip()
-
-    def _manner(self, arguments: dict[str, Any]) -> _Manner | None:
-        """None where prompt and answer have no common opening, or the template refuses even the probe."""
-        try:
-            asked = self.render(_asked(), None, **arguments)
-            prompt = self.render(_asked(), None, add_generation_prompt=True, **arguments)
-            shown = self.render(_asked(_PROBE), None, **arguments).rpartition(_PROBE)[0]
-        except Drop:
-            return None
-        opening, supplied = shown[len(asked) :], prompt[len(asked) :]
-        if not (shown.startswith(asked) and prompt.startswith(asked)):
-            return None
-        if supplied.startswith(opening):
-            return _Manner(arguments, extra=supplied[len(opening) :], joint="")
-        if opening.startswith(supplied):
-            return _Manner(arguments, extra="", joint=opening[len(supplied) :])
-        tag = Opened.at_end(supplied)  # the prompt opens a thought where a rendered answer shows only its end
-        if tag and opening == supplied[: tag.start] + tag.closing:
-            return _Manner(arguments, extra=supplied[tag.start :], joint="")
-        return None
-
     # ---- the generated text
+
+    def _continuing(self, scene: _Scene) -> tuple[Turn | None, dict[str, Any]]:
+        """The turn where the rendered answer continues a prompt, and the setting. Of several, the one whose prompt
+        supplies most: with thinking off, a prompt supplies the empty tags that an answer without a thought shows."""
+        fitting = []
+        for number, arguments in enumerate(self._settings):
+            try:
+                prompt = self.render(scene.before, scene.tools, add_generation_prompt=True, **arguments)
+                full = self._full(scene, scene.said, {} if self._steady else arguments)
+            except Drop:
+                if not arguments:
+                    raise
+                continue
+            if full.startswith(prompt):
+                supplied = next((len(m.supplied) for m in self._manners if m.arguments == arguments), 0)
+                fitting.append((len(full) - len(prompt), -supplied, number, prompt, full))
+        if not fitting:
+            return None, {}
+        *_, number, prompt, full = min(fitting)
+        return Turn(prompt, self._generated(full[len(prompt) :]), full), self._settings[number]
+
+    def _full(self, scene: _Scene, said: dict[str, Any], arguments: dict[str, Any]) -> str:
+        """The messages with the answer. Where only the next message's text ends it, that end is part of it."""
+        full = self.render([*scene.before, said], scene.tools, **arguments)
+        if not self._ends.by_next or said.get("truncated"):
+            return full
+        follows = scene.after["role"] if scene.after else ""
+        if follows not in self._ends.by_next:
+            follows = "tool" if said.get("tool_calls") else "user"
+        return full + self._ends.by_next[follows]
+
+    def _note_end(self, answer: str, notes: Counter[str]) -> None:
+        """Say so where the end of a turn could not be told."""
+        if self._special and not any(found.end() == len(answer) for found in self._special.finditer(answer)):
+            notes["answers after which the template shows no end of turn (none supervised)"] += 1
 
     def _generated(self, tail: str) -> str:
         """The generated part of what a rendered answer adds to its prompt."""
-        if self.suffix and tail.endswith(self.suffix):
-            return tail[: len(tail) - len(self.suffix) + len(self.ending)]
+        if self._ends.suffix and tail.endswith(self._ends.suffix):
+            return tail[: len(tail) - len(self._ends.suffix) + len(self._ends.ending)]
         ends = [m.end() for m in self._special.finditer(tail)] if self._special else []  # ends otherwise: a tool call
         return tail[: ends[-1]] if ends and not tail[ends[-1] :].strip() else tail.rstrip()
 
-    def _without_empty_thought(
-        self, turn: Turn, before: list[dict[str, Any]], said: dict[str, Any], tools: list[Any] | None
-    ) -> Turn:
-        """The prompt opens a thought and there is none: the template closes it, so that closing was not generated."""
-        opened = Opened.at_end(turn.prompt)
-        if opened is None:
+    def _without_empty_thought(self, turn: Turn, scene: _Scene, notes: Counter[str]) -> Turn:
+        """The prompt opens a thought and there is none. Where the template closes it, that closing was not generated;
+        where it does not, the prompt is taken without the tag: else the answer would be the thought."""
+        opened = Frame.at_end(turn.prompt)
+        if opened is None or opened.closed:
             return turn
-        shown = self._shown(before, said, tools)
-        if shown is None or shown[len(turn.prompt) :].strip() != opened.closing or not turn.full.startswith(shown):
+        shown = self._shown(scene, scene.said)
+        if shown is None or not (shown.startswith(turn.prompt) and turn.full.startswith(shown)):
             return turn
-        return Turn(shown, self._generated(turn.full[len(shown) :]), turn.full)
+        between = shown[len(turn.prompt) :].strip()
+        if between == opened.closing:
+            notes[_CLOSED_THOUGHT] += 1
+            return Turn(shown, self._generated(turn.full[len(shown) :]), turn.full)
+        if between:
+            return turn
+        notes[_NO_THOUGHT] += 1
+        bare = turn.prompt[: opened.start]
+        return Turn(bare, turn.answer, bare + turn.answer)
 
-    def _shown(self, before: list[dict[str, Any]], said: dict[str, Any], tools: list[Any] | None) -> str | None:
+    def _shown(self, scene: _Scene, said: dict[str, Any], arguments: dict[str, Any] | None = None) -> str | None:
         """All that the template prints before the text of the answer ``said``; None if it does not print that text."""
-        text = self.render([*before, {**said, "content": _PROBE}], tools)
-        return text.rpartition(_PROBE)[0] if _PROBE in text else None
+        text = self.render([*scene.before, {**said, "content": PROBE}], scene.tools, **(arguments or {}))
+        return text.rpartition(PROBE)[0] if PROBE in text else None
 
-    def _continued(
-        self, before: list[dict[str, Any]], said: dict[str, Any], tools: list[Any] | None, notes: Counter[str]
-    ) -> Turn | None:
+    def _continued(self, scene: _Scene, chosen: Manner, notes: Counter[str]) -> Turn | None:
         """The prompt as served, then thought and answer, where the rendered answer does not continue the prompt."""
-        if not self._manners:
+        thinking = take_apart(scene.said, chosen.opened, self._empty)
+        rest = thinking.rest if thinking else scene.said
+        try:
+            prompt = self.render(scene.before, scene.tools, add_generation_prompt=True, **chosen.arguments)
+            full = self._full(scene, rest, chosen.arguments)
+        except Drop:
             return None
-        opening = [m for m in self._manners if m.opens]
-        closed = [m for m in self._manners if not m.opens]
-        # A thought is best served by a prompt that opens one, an answer without by a prompt that does not.
-        manner = ([*opening, *closed] if thought_of(said) else [*closed, *opening])[0]
-        thinking = take_apart(said, manner.extra)
-        rest = thinking.rest if thinking else said
-        prompt = self.render(before, tools, add_generation_prompt=True, **manner.arguments)
-        if not prompt.endswith(manner.extra):
+        if not prompt.endswith(chosen.extra):
             return None
-        bare = prompt[: len(prompt) - len(manner.extra)]
-        full, shown = self.render([*before, rest], tools), self._shown(before, rest, tools)
-        if shown is None:  # a tool call for which the template prints no text
-            shown = bare + manner.joint
-        if not full.startswith(shown):
+        bare = prompt[: len(prompt) - len(chosen.extra)]
+        tail = self._own(scene, rest, chosen, bare, full)
+        if tail is None:
             return None
-        tail = manner.joint + self._generated(full[len(shown) :])
         if thinking:
             tail = thinking.text + tail
-        elif manner.opens:
+        elif chosen.opened:
             prompt = bare
             notes[_NO_THOUGHT] += 1
         return Turn(prompt, tail, prompt + tail)
+
+    def _rank(self, one: Manner, with_thought: bool) -> int:
+        """A thought is best served by a prompt that opens one, an answer without by one that closes an empty one."""
+        if with_thought:
+            return 0 if one.opened else 1 if not one.extra and self._empty else 2 if one.extra else 3
+        return 2 if one.opened else 0 if one.extra else 1
+
+    def _own(self, scene: _Scene, said: dict[str, Any], chosen: Manner, bare: str, full: str) -> str | None:
+        """What ``full`` shows of the answer itself, behind the prompt without what it supplies of a thought."""
+        frame = Frame.at_end(chosen.extra) or self._empty
+        if full.startswith(bare):
+            tail = self._generated(full[len(bare) :])
+            return frame.dropped_from(tail).lstrip() if frame and frame.dropped_from(tail) != tail else tail
+        shown = self._shown(scene, said, chosen.arguments)
+        if shown is None:  # a tool call for which the template prints no text
+            shown = bare + chosen.joint
+        if not full.startswith(shown):
+            return None
+        return chosen.joint + self._generated(full[len(shown) :])
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """An answer among its messages; ``after``: the next one, if there is any."""
+
+    before: list[dict[str, Any]]
+    said: dict[str, Any]
+    after: dict[str, Any] | None
+    tools: list[Any] | None
+
+
+def _tells(turn: Turn, thought: str) -> bool:
+    """Whether the answer holds its thought once: not behind an empty one, nor behind a second opening tag."""
+    if not thought:
+        return True
+    opened = Frame.at_end(turn.prompt)
+    if opened and turn.answer.lstrip().startswith(opened.opening):
+        return False
+    ahead, found, _ = turn.answer.partition(thought)
+    frame = Frame.at_end(ahead)
+    if frame and not frame.closed:
+        frame = Frame.at_end(ahead[: frame.start])
+    return bool(found) and not (frame and frame.closed)
+
+
+def _quotes(said: dict[str, Any], special: re.Pattern[str]) -> bool:
+    calls = said.get("tool_calls")
+    texts = (
+        said["content"],
+        said.get("reasoning_content") or "",
+        json.dumps(calls, ensure_ascii=False) if calls else "",
+    )
+    return any(special.search(text) for text in texts)
 
 
 def _account(said: dict[str, Any], thought: str, answer: str, notes: Counter[str]) -> None:
@@ -206,11 +268,6 @@ def _account(said: dict[str, Any], thought: str, answer: str, notes: Counter[str
     text = said["content"].rpartition("</think>")[2].strip()
     if text not in answer:
         notes["answer text that the template does not render as it is"] += 1
-
-
-def _asked(answer: str | None = None) -> list[dict[str, Any]]:
-    turns = [{"role": "user", "content": "question"}]
-    return turns if answer is None else [*turns, {"role": "assistant", "content": answer}]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

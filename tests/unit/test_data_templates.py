@@ -31,7 +31,7 @@ LEAD = {"mistral": " ", "harmony": "<|channel|>final<|message|>"}
 TRIM = {"llama3", "gemma", "gemma3", "gemma4", "qwen3_5"}
 #: Arguments of a prompt that no thought (or a thought) follows, where the default is the other.
 QUIET = {"qwen3": {"enable_thinking": False}, "qwen3_5": {"enable_thinking": False}}
-LOUD = {"deepseek_v3_1": {"thinking": True}}
+LOUD = {"deepseek_v3_1": {"thinking": True}, "gemma4": {"enable_thinking": True}}
 NO_SYSTEM = {"gemma"}
 ALTERNATING = {"gemma", "gemma3", "mistral"}
 CHATML_LIKE = ("chatml", "smollm2", "demo")
@@ -88,6 +88,7 @@ def thought(text: str, answer: str) -> dict[str, list[Any]]:
         "qwen3_5": [Loud(f"{tags}<|im_end|>")],
         "deepseek_r1": [Loud(f"{tags}<｜end▁of▁sentence｜>")],
         "deepseek_v3_1": [Loud(f"{text}</think>{answer}<｜end▁of▁sentence｜>")],
+        "gemma4": [Loud(f"<|channel>thought\n{text}\n<channel|>{answer}<turn|>")],
         "harmony": [Loud(f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>{answer}<|return|>")],
     }  # fmt: skip
 
