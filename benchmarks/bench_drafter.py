@@ -4,7 +4,7 @@
     python benchmarks/bench_drafter.py --pieces eager --head torch     the same without our fused kernels
 
 FLOP/s count useful work as reference/performance.md does: 6·(P - fc)·Q + 6·(fc + kv)·C + 4·H·V·Q with Q block rows and
-C context tokens (twice 2·H·V·Q more for soft labels' teacher is half of it: + 2·H·V·Q). The optimizer is not included.
+C context tokens, and 2·H·V·Q more for the teacher of soft labels. The optimizer is not included.
 """
 
 from __future__ import annotations
