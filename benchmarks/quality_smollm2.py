@@ -30,17 +30,17 @@ TARGET, ROWS = Path("data/smollm2-135m-instruct"), Path("data/quality-rows")
 BLOCK, HELD_OUT, ANCHORS_PER_ROW = 16, 256, 48
 SEQUENCES, MEAN_TOKENS = 64, 280  # of a step, and of a row (278 and half a row that does not fit)
 HARD = {"soft_labels": False}
-DPACE = {"loss": "dpace", **HARD}
+CE, DPACE = {"loss": "dflash", **HARD}, {"loss": "dpace", **HARD}
 
 # Each run: overrides of the base, as dotted keys. What is not named is the yardstick's setting.
 RUNS: dict[str, dict[str, Any]] = {
-    "ce": {"objective": HARD},
-    "ce-reuse4": {"objective": HARD, "ring.reuse": 4},
+    "ce": {"objective": CE},
+    "ce-reuse4": {"objective": CE, "ring.reuse": 4},
     "dpace": {"objective": DPACE},
     "dpace-reuse2": {"objective": DPACE, "ring.reuse": 2},
     "dpace-reuse4": {"objective": DPACE, "ring.reuse": 4},
-    "soft": {"objective": {"soft_labels": True}},
-    "soft-half": {"objective": {"soft_labels": True, "soft_weight": 0.5}},
+    "soft": {"objective": {"loss": "dflash", "soft_labels": True}},
+    "soft-half": {"objective": {"loss": "dflash", "soft_labels": True, "soft_weight": 0.5}},
     "soft-dpace": {"objective": {"loss": "dpace", "soft_labels": True}},
     "dpace-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}},
     "dpace-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}},
@@ -58,8 +58,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpace-steps2400": {"objective": DPACE, "steps": 2400},
     "dpace-anchors96": {"objective": DPACE, "anchors": 96},
     "dpace-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}},
-    "ce-gamma4": {"objective": {**HARD, "gamma": 4.0}},
-    "ce-gamma10": {"objective": {**HARD, "gamma": 10.0}},
+    "ce-gamma4": {"objective": {**CE, "gamma": 4.0}},
+    "ce-gamma10": {"objective": {**CE, "gamma": 10.0}},
 }
 
 
@@ -87,7 +87,8 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     changes = dict(RUNS[name])
     anchors = changes.pop("anchors", ANCHORS_PER_ROW)
     lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
-    betas, reuse = changes.pop("betas", [0.9, 0.95]), changes.get("ring.reuse", 1)
+    betas, warmup = changes.pop("betas", [0.9, 0.95]), changes.pop("warmup", "log")
+    reuse = changes.get("ring.reuse", 1)
     sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -99,7 +100,7 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}},
         "scheduler": {
             "type": "WarmupCosineLR",
-            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": warmup},
         },
         "dflash": {
             "run": {
@@ -129,10 +130,11 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     return config
 
 
-def train(names: list[str], steps: int, at_once: int, cpu: bool) -> None:
-    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs."""
+def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
+    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs. Returns how many failed."""
     folder = Path("runs/quality-configs")
     folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
     waiting, running, gpus = deque(enumerate(names)), [], max(1, torch.cuda.device_count())
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -146,11 +148,13 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> None:
         for entry in [e for e in running if e[2].poll() is not None]:
             running.remove(entry)
             name, began, process = entry
+            failed += process.returncode != 0
             tail = (folder / f"{name}.log").read_text().strip().splitlines()[-1:]
             print(
                 f"{name}: exit {process.returncode} after {time.time() - began:.0f} s  {''.join(tail)[:150]}",
                 flush=True,
             )
+    return failed
 
 
 def held_out_batches(capture: Any, device: torch.device, dtype: torch.dtype, size: int) -> list[Any]:
@@ -191,8 +195,7 @@ def measure(names: list[str], cpu: bool) -> dict[str, Any]:
     for name in names:
         exports = sorted(Path("runs/quality", name, "export").glob("step_*"))
         if not exports:
-            print(f"{name}: no export")
-            continue
+            raise SystemExit(f"{name}: no export in runs/quality; train it first")
         config, tensors = load_export(exports[-1])
         drafter = DFlashDrafter(config)
         drafter.load_state_dict({k: v for k, v in tensors.items() if k in drafter.state_dict()})
@@ -239,7 +242,7 @@ def main() -> None:
     if args.action == "rows":
         return rows(Path(args.names[0]))
     if args.action == "train":
-        return train(args.names or list(RUNS), args.steps, args.at_once, args.cpu)
+        raise SystemExit(1 if train(args.names or list(RUNS), args.steps, args.at_once, args.cpu) else 0)
     table = measure(args.names or list(RUNS), args.cpu)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))

@@ -71,6 +71,11 @@ class Target(Section):
     path: str = Field("Qwen/Qwen3.6-27B", min_length=1, description="folder, or hub id in the local cache")
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the target and of the taps")
+    reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None,
+        description="in which tensor-parallel ranks add up their parts; null: dtype; float32 rounds once, as one GPU"
+        " does, for 1.5 times the bytes",
+    )
     target_layer_ids: list[NonNegative] | None = Field(
         None, description="taps: 0-based decoder layers; null: five, evenly spaced"
     )
@@ -113,9 +118,9 @@ class Noise(Section):
 
 class Objective(Section):
     loss: Literal["dflash", "dpace"] = Field(
-        "dflash", description="dflash: decay by position; dpace: decay by confidence"
+        "dpace", description="dflash: decay by position; dpace: decay by confidence"
     )
-    soft_labels: bool = Field(True, description="learn the target's distribution instead of the data token")
+    soft_labels: bool = Field(False, description="learn the target's distribution instead of the data token")
     soft_weight: Fraction = Field(1.0, description="with soft_labels: share of the KL term, the rest is cross-entropy")
     temperature: Annotated[float, Field(gt=0.0)] = Field(1.0, description="temperature of the soft labels")
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(

@@ -135,12 +135,12 @@ def naive_objective(section: Section, hidden: Tensor, batch: MicroBatch, head: T
 
 
 OBJECTIVES = {
-    "hard": Section(soft_labels=False, gamma=3.0),
-    "soft": Section(soft_labels=True, temperature=1.0, gamma=3.0),
-    "mixed": Section(soft_labels=True, temperature=0.6, soft_weight=0.7),
+    "hard": Section(loss="dflash", soft_labels=False, gamma=3.0),
+    "soft": Section(loss="dflash", soft_labels=True, temperature=1.0, gamma=3.0),
+    "mixed": Section(loss="dflash", soft_labels=True, temperature=0.6, soft_weight=0.7),
     "dpace": Section(loss="dpace", soft_labels=False),
     "dpace-soft": Section(loss="dpace", soft_labels=True, soft_weight=0.5, dpace_alpha=0.2),
-    "acceptance": Section(soft_labels=False, acceptance_weight=0.8),
+    "acceptance": Section(loss="dflash", soft_labels=False, acceptance_weight=0.8),
     "everything": Section(loss="dpace", soft_labels=True, soft_weight=0.9, acceptance_weight=0.3, temperature=1.5),
 }
 
@@ -199,7 +199,7 @@ def test_metrics_count_prefixes_of_whole_blocks_only() -> None:
     said[2, :3] = ids[17:20]
     said[0, 3] = 60  # first block: two right, then wrong, then right again
     hidden = F.one_hot(torch.from_numpy(said.reshape(-1)), VOCAB).float()
-    metrics = Objective(Section(soft_labels=False), BLOCK).sums(hidden, batch, head).metrics
+    metrics = Objective(Section(loss="dflash", soft_labels=False), BLOCK).sums(hidden, batch, head).metrics
     value = {name: (n.item(), d.item()) for name, (n, d) in metrics.items()}
     assert value["tau_est"] == (3 + 6, 2)  # the third block runs past the end: not counted
     assert value["acc@1"] == (3, 3) and value["acc@3"] == (1, 2) and value["acc@5"] == (2, 2)

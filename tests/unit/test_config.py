@@ -45,7 +45,8 @@ def test_reference_values_of_the_design() -> None:
     assert (ours.layout.target_gpus, ours.layout.drafter_gpus, ours.layout.target_tp) == ([0, 1, 2, 3, 4], [5, 6, 7], 5)
     assert (ours.ring.min_ready, ours.ring.max_depth, ours.ring.reuse) == (30, 90, 1)
     assert (ours.drafter.block_size, ours.drafter.max_anchors, ours.drafter.mask_token_id) == (32, 1024, 248070)
-    assert (ours.objective.gamma, ours.objective.noise.start, ours.objective.noise.end) == (10.0, 0.05, 0.01)
+    assert (ours.objective.noise.start, ours.objective.noise.end) == (0.05, 0.01)
+    assert (ours.objective.loss, ours.objective.soft_labels) == ("dpace", False)  # docs/decisions.md, docs/quality.md
 
 
 @pytest.mark.parametrize(

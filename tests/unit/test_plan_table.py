@@ -29,7 +29,7 @@ def test_json_has_every_degree(capsys: pytest.CaptureFixture[str]) -> None:
     five = plan["degrees"][4]
     assert five["heads"] == [5, 5, 5, 5, 4] and len(five["rank_bytes"]) == 5
     assert 1 / 1.045 <= five["efficiency"] < 1
-    assert five["all_reduce_bytes"] == round(128 * 5120 * 2 * 2 * 4 / 5)
+    assert five["all_reduce_bytes"] == round(2 * 62 * 5120 * 2 * 2 * 4 / 5)  # two a layer up to the deepest tap, 61
     for split in plan["splits"]:
         assert split["replicas"] * split["tp"] + split["drafters"] == 8
     assert {"replicas": 1, "tp": 5, "drafters": 3}.items() <= next(s for s in plan["splits"] if s["tp"] == 5).items()
