@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipe.config.schema import Drafter as DrafterSection
 from recipe.config.schema import Objective as ObjectiveSection
@@ -134,6 +137,8 @@ def main() -> None:
     parser.add_argument("--head", choices=["fused", "torch"], default="fused", help="what follows the logits")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU found: this measures GPU kernels")
     for name, value in zip(("tokens", "document", "block", "anchors"), DEFAULTS[args.shape], strict=True):
         setattr(args, name, getattr(args, name) or value)
     if args.pieces == "eager":
