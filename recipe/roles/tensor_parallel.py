@@ -11,6 +11,7 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, RowPara
 from torch import nn
 
 from recipe.errors import RunError
+from recipe.roles.partial_sums import product_in_float32, sum_rounded_once
 from recipe.roles.worlds import disable_shm_all_reduce
 
 
@@ -73,29 +74,43 @@ class RowShard(_AlreadyCut, LinearAllreduce):
 
     ``bias`` [out] is whole on every rank and added once, after the sum. ``local_in`` may be 0: such a rank adds zeros.
     Without ``reduce`` the product stays partial (and there may be no bias): the caller sums it together with others.
+    With ``in_float32`` the ranks' products are added in float32 and rounded once (`partial_sums`).
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup | None, reduce: bool = True
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: dist.ProcessGroup | None,
+        reduce: bool = True,
+        in_float32: bool = False,
     ) -> None:
         super().__init__(_Cut(weight, bias), group)
         if bias is not None and not reduce:
             raise RunError("a bias would be added once per rank")
-        self.reduce = reduce
+        self.reduce, self.in_float32 = reduce, in_float32
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.reduce and self.in_float32:
+            partial = product_in_float32(input, self.weight)
+            return sum_rounded_once(partial, self.mp_group, input.dtype, self.bias)
         if self.reduce:
             return super().forward(input)
         return torch.matmul(input, self.weight.transpose(-1, -2))
 
 
 class SumOverRanks:
-    """Forward hook of a module whose output is this rank's partial sum: replaces it by the sum over the group."""
+    """Forward hook of a module whose output is this rank's partial sum: replaces it by the sum over the group.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    With ``in_float32`` the parts, rounded each by its module, are added in float32.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, in_float32: bool = False) -> None:
+        self.group, self.in_float32 = group, in_float32
 
     def __call__(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if self.in_float32:
+            return sum_rounded_once(output.float(), self.group, output.dtype)
         return RowParallel.apply(self.group, output, True)
 
 

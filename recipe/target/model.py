@@ -44,10 +44,18 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int, group: ProcessGroup | None) -> None:
+def shard_model(
+    model: nn.Module,
+    shape: TargetShape,
+    plan: ShardPlan,
+    rank: int,
+    group: ProcessGroup | None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
     """Replaces, in place, the linear layers of a meta model by ``rank``'s shards (still on meta).
 
-    At degree 1 the model stays transformers' own, unchanged.
+    ``reduce_dtype``: in which the ranks' partial sums are added; None: the model's own. At degree 1 the model stays
+    transformers' own, unchanged.
     """
     if plan.tp == 1:
         return
@@ -63,6 +71,15 @@ def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int
         else:
             _shard_mlp(layer.mlp, "mlp", part, group, reduce=True)
     _choose_experts_implementation(model, plan)
+    if reduce_dtype == torch.float32 and next(model.parameters()).dtype != torch.float32:
+        _add_in_float32(model)
+
+
+def _add_in_float32(model: nn.Module) -> None:
+    for module in model.modules():
+        for part in (module, *module._forward_hooks.values()):
+            if isinstance(part, RowShard | SumOverRanks):
+                part.in_float32 = True
 
 
 def _shard_mlp(module: nn.Module, prefix: str, part: RankPlan, group: ProcessGroup | None, reduce: bool) -> None:

@@ -51,11 +51,16 @@ def plan_table(
     need_last_hidden: bool = True,
     tflops: float = H200_TARGET_TFLOPS,
     all_reduce_gb_s: float = H200_ALL_REDUCE_GB_S,
+    reduce_bytes: int | None = None,
 ) -> list[PlanRow]:
-    """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count."""
+    """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count.
+
+    ``dtype_bytes``: of the model's dtype; ``reduce_bytes``: of the one in which ranks add, if another.
+    """
     depth = shape.num_layers if need_last_hidden or not taps else max(taps) + 1
     speeds = (tflops * 1e12, all_reduce_gb_s * 1e9)
-    return [_row(shape, ShardPlan.build(shape, tp), depth, dtype_bytes, need_last_hidden, speeds) for tp in degrees]
+    sizes = (dtype_bytes, reduce_bytes or dtype_bytes)
+    return [_row(shape, ShardPlan.build(shape, tp), depth, sizes, need_last_hidden, speeds) for tp in degrees]
 
 
 def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
@@ -132,7 +137,12 @@ def _delta_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
 
 
 def _row(
-    shape: TargetShape, plan: ShardPlan, depth: int, dtype_bytes: int, final_norm: bool, speeds: tuple[float, float]
+    shape: TargetShape,
+    plan: ShardPlan,
+    depth: int,
+    sizes: tuple[int, int],
+    final_norm: bool,
+    speeds: tuple[float, float],
 ) -> PlanRow:
     tp, layers = plan.tp, mixers_and_mixtures(shape, depth)
     whole = layer_matrices(shape, ShardPlan.build(shape, 1), 0)
@@ -143,8 +153,9 @@ def _row(
         return sum(layer[kind] + layer["mixture" if sparse else "mlp"] for kind, sparse in layers)
 
     efficiency = model_sum(whole) / tp / model_sum(slowest)
-    # a ring all-reduce sends 2·(tp-1)/tp of the hidden state, twice a layer
-    all_reduce = round(2 * depth * shape.hidden_size * dtype_bytes * 2 * (tp - 1) / tp)
+    # a ring all-reduce sends (tp-1)/tp of the hidden state to be added and as much of the sum, twice a layer
+    dtype_bytes, reduce_bytes = sizes
+    all_reduce = round(2 * depth * shape.hidden_size * (reduce_bytes + dtype_bytes) * (tp - 1) / tp)
     mixture = shape.moe is not None and any(sparse for _, sparse in layers)
     columns = [(rank.experts or (0, 0)) if mixture else rank.mlp for rank in plan.ranks]
     deltas = [rank.delta for rank in plan.ranks if rank.delta is not None]
