@@ -3,7 +3,7 @@
 Sequences accept different numbers of drafts. So the cache of a batch has holes: a slot is written for every token of a
 block, and a mask says which slots of a row still count; each row's positions are its own. Prompts are run one by one,
 without any padding, and their caches put side by side. After a rejection the linear-attention layers are run again in
-groups of rows that keep equally many tokens.
+groups of rows that keep equally many tokens. One drafter forward serves all sequences (`recipe.decode.drafter_batch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 
 from recipe.decode.cache import TargetPass, TargetSession, copied
-from recipe.decode.drafter_cache import IncrementalDrafter
+from recipe.decode.drafter_batch import BatchBlockProposer, BatchProposer, pad
 from recipe.decode.plain import PlainResult, now
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import Block, BlockProposer, DecodeResult, Proposer, SpeculativeDecoder, commit
@@ -27,8 +27,14 @@ from recipe.errors import ConfigError
 class BatchSession(TargetSession):
     """n sequences. `start` them, then `extend_all` and `keep_all`, and `drop` those that have ended."""
 
-    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], head: torch.Tensor | None = None) -> None:
-        super().__init__(model, target_layer_ids, head)
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layer_ids: Sequence[int],
+        head: torch.Tensor | None = None,
+        logits: bool = True,
+    ) -> None:
+        super().__init__(model, target_layer_ids, head, logits)
         for layer in self._cache.layers:
             if not hasattr(layer, "recurrent_states") and type(layer) is not DynamicLayer:
                 rule = f"this target keeps {type(layer).__name__}s, which are not decoded in batches"
@@ -47,7 +53,7 @@ class BatchSession(TargetSession):
         """Run each prompt int64 [P] alone; results as `TargetSession.prefill` gives them."""
         passes, caches = [], []
         for prompt in prompts:
-            with TargetSession(self.model, self.target_layer_ids, self.head) as alone:
+            with TargetSession(self.model, self.target_layer_ids, self.head, self._wants_logits) as alone:
                 passes.append(alone.prefill(prompt))
                 caches.append(alone._cache)
         self.lengths = [len(prompt) for prompt in prompts]
@@ -59,9 +65,9 @@ class BatchSession(TargetSession):
             others = [cache.layers[index] for cache in caches]
             if hasattr(layer, "recurrent_states"):
                 for states in ("conv_states", "recurrent_states"):
-                    for key in getattr(layer, states):
+                    for key in _held(getattr(layer, states)):
                         getattr(layer, states)[key] = torch.cat([getattr(other, states)[key] for other in others])
-            else:
+            elif layer.keys is not None:
                 layer.keys, layer.values = (
                     torch.cat([_padded(getattr(other, name), longest) for other in others])
                     for name in ("keys", "values")
@@ -84,12 +90,19 @@ class BatchSession(TargetSession):
             input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True,
             **{self._cache_name: self._cache},
         )  # fmt: skip
+        self._last_rows = q
+        return TargetPass(self._all_logits(output), [self._taps[index] for index in self.target_layer_ids])
+
+    def _all_logits(self, output: Any) -> torch.Tensor:
+        """[n, q, V], or [n, q, 0] where none are wanted."""
         logits = getattr(output, "logits", None)
+        if logits is None and not self._wants_logits:
+            logits = output.last_hidden_state[..., :0]
         if logits is None:
             assert self.head is not None
             logits = nn.functional.linear(output.last_hidden_state, self.head)
-        self._last_rows = q
-        return TargetPass(logits, [self._taps[index] for index in self.target_layer_ids])
+        assert isinstance(logits, torch.Tensor)
+        return logits
 
     @torch.inference_mode()
     def keep_all(self, rows: Sequence[int]) -> None:
@@ -117,7 +130,7 @@ class BatchSession(TargetSession):
             chosen = torch.tensor([i for i in behind if rows[i] == count], device=self._valid.device)
             for layer, parts in zip(linear, self._before, strict=True):
                 for name, saved in zip(("conv_states", "recurrent_states"), parts, strict=True):
-                    for key, state in saved.items():
+                    for key, state in _held(saved).items():
                         getattr(layer, name)[key] = state[chosen]
             for module, arguments, keywords in calls:
                 if arguments:
@@ -127,7 +140,7 @@ class BatchSession(TargetSession):
                 module(*arguments, **keywords)
             for layer, wholes in zip(linear, merged, strict=True):
                 for name, whole in zip(("conv_states", "recurrent_states"), wholes, strict=True):
-                    for key, state in whole.items():
+                    for key, state in _held(whole).items():
                         state[chosen] = getattr(layer, name)[key]
         for layer, (conv, recurrent) in zip(linear, merged, strict=True):
             layer.conv_states.update(conv)
@@ -141,9 +154,14 @@ class BatchSession(TargetSession):
         for layer in self._cache.layers:
             if hasattr(layer, "recurrent_states"):
                 for states in (layer.conv_states, layer.recurrent_states):
-                    states.update({key: state[chosen] for key, state in states.items()})
-            else:
+                    states.update({key: state[chosen] for key, state in _held(states).items()})
+            elif layer.keys is not None:
                 layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
+
+
+def _held(states: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """Without the places of a rank that holds no head of a layer, and so no state of it."""
+    return {key: state for key, state in states.items() if state is not None}
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
@@ -151,11 +169,17 @@ def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
     return nn.functional.pad(states, (0, 0, 0, length - states.shape[-2]))
 
 
+def open_batch(target: Any, target_layer_ids: Sequence[int], head: torch.Tensor | None = None) -> BatchSession:
+    """A session of a batch on a model, or on anything that makes its own (`recipe.decode.sharded`)."""
+    make = getattr(target, "batch_session", None)
+    return BatchSession(target, target_layer_ids, head) if make is None else make(target_layer_ids)
+
+
 class _Row:
     """One sequence on its way."""
 
-    def __init__(self, prompt: torch.Tensor, sampler: Sampler, first: TargetPass, proposer: Proposer | None) -> None:
-        self.prompt, self.sampler, self.proposer, self.taps = prompt, sampler, proposer, first.taps
+    def __init__(self, prompt: torch.Tensor, sampler: Sampler, first: TargetPass) -> None:
+        self.prompt, self.sampler = prompt, sampler
         self.tokens = [int(sampler(first.logits, len(prompt))[0])]
         self.blocks: list[Block] = []
         self.replays = 0
@@ -163,6 +187,33 @@ class _Row:
     @property
     def position(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+
+class _Apart:
+    """A `BatchProposer` of any proposer: a copy of it for each sequence."""
+
+    def __init__(self, proposer: Proposer, prompts: Sequence[torch.Tensor], max_length: int) -> None:
+        self.each = [copy.copy(proposer) for _ in prompts]
+        for one, prompt in zip(self.each, prompts, strict=True):
+            one.begin(prompt, max_length)
+
+    def propose(
+        self, taps: Sequence[torch.Tensor], given: Sequence[int], anchors: Sequence[int], counts: Sequence[int]
+    ) -> torch.Tensor:
+        drafts = torch.zeros(len(self.each), max(counts), dtype=torch.int64, device=taps[0].device)
+        for place, (one, new, anchor, count) in enumerate(zip(self.each, given, anchors, counts, strict=True)):
+            drafts[place, :count] = one.propose([tap[place, :new] for tap in taps], anchor, count)
+        return drafts
+
+    def drop(self, stay: Sequence[int]) -> None:
+        self.each = [self.each[index] for index in stay]
+
+
+def _batch_proposer(proposer: Proposer, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> BatchProposer:
+    longest = max(map(len, prompts)) + max_new_tokens + 1
+    if isinstance(proposer, BlockProposer):
+        return BatchBlockProposer(proposer, len(prompts), longest)
+    return _Apart(proposer, prompts, longest)
 
 
 @torch.inference_mode()
@@ -175,39 +226,60 @@ def generate_batch(
     seeds: Sequence[int],
 ) -> list[DecodeResult]:
     """`SpeculativeDecoder.generate` of all prompts together; ``decode_seconds`` is each one's share."""
-    block_size = decoder.proposer.block_size
-    with BatchSession(decoder.target, decoder.proposer.target_layer_ids, decoder.head) as session:
-        rows = _begin(session, prompts, temperature, seeds, decoder.proposer, max_new_tokens)
-        began, live = now(prompts[0].device), _drop_done(session, rows, max_new_tokens, stop_ids)
-        while live:
-            counts = [min(block_size - 1, max_new_tokens - len(row.tokens)) for row in live]
-            tokens = torch.zeros(len(live), 1 + max(counts), dtype=torch.int64, device=prompts[0].device)
-            for place, (row, count) in enumerate(zip(live, counts, strict=True)):
-                assert row.proposer is not None
-                tokens[place, 0] = row.tokens[-1]
-                tokens[place, 1 : 1 + count] = row.proposer.propose(row.taps, row.tokens[-1], count)
-            result, kept = session.extend_all(tokens), []
-            for place, (row, count) in enumerate(zip(live, counts, strict=True)):
-                choices = row.sampler(result.logits[place, : 1 + count], row.position).tolist()
-                drafts, room = tokens[place, 1 : 1 + count].tolist(), max_new_tokens - len(row.tokens)
-                block, new = commit(drafts, choices, room, stop_ids)
-                row.blocks.append(block)
-                row.tokens.extend(new)
-                row.taps = [tap[place, : len(new)] for tap in result.taps]
-                kept.append(len(new))
-            session.keep_all(kept)
-            refused = {id(row) for row, keep, count in zip(live, kept, counts, strict=True) if keep < 1 + count}
-            live = _drop_done(session, live, max_new_tokens, stop_ids)
-            for row in live:  # as if alone: a sequence that has ended needs no state
-                row.replays += id(row) in refused
-        seconds = (now(prompts[0].device) - began) / len(rows)
+    drafts_at_most, device = decoder.proposer.block_size - 1, prompts[0].device
+    with open_batch(decoder.target, decoder.proposer.target_layer_ids, decoder.head) as session:
+        passes = session.start(prompts)
+        began = now(device)
+        rows = live = [_Row(*parts) for parts in zip(prompts, _samplers(temperature, seeds), passes, strict=True)]
+        proposer = _batch_proposer(decoder.proposer, prompts, max_new_tokens)
+        taps = [pad(parts) for parts in zip(*(first.taps for first in passes), strict=True)]
+        given = [len(prompt) for prompt in prompts]
+        while True:
+            stay = _unfinished(live, max_new_tokens, stop_ids)
+            if not stay:
+                break
+            if len(stay) < len(live):
+                chosen = torch.tensor(stay, device=device)
+                session.drop(stay)
+                proposer.drop(stay)
+                live, given, taps = [live[i] for i in stay], [given[i] for i in stay], [tap[chosen] for tap in taps]
+            counts = [min(drafts_at_most, max_new_tokens - len(row.tokens)) for row in live]
+            anchors = [row.tokens[-1] for row in live]
+            drafts = proposer.propose(taps, given, anchors, counts).to(device)
+            result = session.extend_all(torch.cat([torch.tensor(anchors, device=device)[:, None], drafts], dim=1))
+            given = _commit_all(live, counts, drafts, result.logits, max_new_tokens, stop_ids)
+            taps = [tap[:, : max(given)] for tap in result.taps]
+            session.keep_all(given)
+            refused = {id(row) for row, keep, count in zip(live, given, counts, strict=True) if keep < 1 + count}
+            for index in _unfinished(live, max_new_tokens, stop_ids):  # as if alone: who has ended needs no state
+                live[index].replays += id(live[index]) in refused
+        seconds = (now(device) - began) / len(rows)
         hybrid = bool(session._linear_calls)
     return [DecodeResult(row.tokens, row.blocks, row.replays if hybrid else 0, seconds) for row in rows]
 
 
+def _commit_all(
+    live: Sequence[_Row],
+    counts: Sequence[int],
+    drafts: torch.Tensor,
+    logits: torch.Tensor,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> list[int]:
+    """Append to each sequence what its block has brought; how many tokens that are."""
+    chosen, given = _choose(live, logits), []
+    for row, count, proposed, choices in zip(live, counts, drafts.tolist(), chosen, strict=True):
+        room = max_new_tokens - len(row.tokens)
+        block, new = commit(proposed[:count], choices[: 1 + count], room, stop_ids)
+        row.blocks.append(block)
+        row.tokens.extend(new)
+        given.append(len(new))
+    return given
+
+
 @torch.inference_mode()
 def plain_batch(
-    target: nn.Module,
+    target: Any,
     prompts: Sequence[torch.Tensor],
     max_new_tokens: int,
     temperature: float,
@@ -216,48 +288,37 @@ def plain_batch(
     head: torch.Tensor | None = None,
 ) -> list[PlainResult]:
     """`plain_generate` of all prompts together; ``decode_seconds`` is each one's share."""
-    with BatchSession(target, [], head) as session:
-        rows = _begin(session, prompts, temperature, seeds)
-        began, live = now(prompts[0].device), _drop_done(session, rows, max_new_tokens, stop_ids)
-        while live:
-            last = torch.tensor([row.tokens[-1:] for row in live], device=prompts[0].device)
-            result = session.extend_all(last)
-            for place, row in enumerate(live):
-                row.tokens.append(int(row.sampler(result.logits[place], row.position)[0]))
+    device = prompts[0].device
+    with open_batch(target, [], head) as session:
+        passes = session.start(prompts)
+        began = now(device)
+        rows = live = [_Row(*parts) for parts in zip(prompts, _samplers(temperature, seeds), passes, strict=True)]
+        while True:
+            stay = _unfinished(live, max_new_tokens, stop_ids)
+            if not stay:
+                break
+            if len(stay) < len(live):
+                session.drop(stay)
+                live = [live[index] for index in stay]
+            result = session.extend_all(torch.tensor([row.tokens[-1:] for row in live], device=device))
+            for row, choices in zip(live, _choose(live, result.logits), strict=True):
+                row.tokens.append(choices[0])
             session.keep_all([1] * len(live))
-            live = _drop_done(session, live, max_new_tokens, stop_ids)
-        seconds = (now(prompts[0].device) - began) / len(rows)
+        seconds = (now(device) - began) / len(rows)
     return [PlainResult(row.tokens, len(row.tokens), seconds) for row in rows]
 
 
-def _begin(
-    session: BatchSession,
-    prompts: Sequence[torch.Tensor],
-    temperature: float,
-    seeds: Sequence[int],
-    proposer: Proposer | None = None,
-    max_new_tokens: int = 0,
-) -> list[_Row]:
-    passes = session.start(prompts)
-    rows = []
-    for prompt, seed, first in zip(prompts, seeds, passes, strict=True):
-        own = None if proposer is None else _fresh(proposer)
-        if own is not None:
-            own.begin(prompt, len(prompt) + max_new_tokens + 1)
-        rows.append(_Row(prompt, Sampler(temperature, seed), first, own))
-    return rows
+def _samplers(temperature: float, seeds: Sequence[int]) -> list[Sampler]:
+    return [Sampler(temperature, seed) for seed in seeds]
 
 
-def _fresh(proposer: Proposer) -> Proposer:
-    """The same proposer with a context of its own."""
-    own = copy.copy(proposer)
-    if isinstance(own, BlockProposer):
-        own.drafter = IncrementalDrafter(own.drafter.config, own.drafter.weights)
-    return own
+def _choose(rows: Sequence[_Row], logits: torch.Tensor) -> list[list[int]]:
+    """The target's choices for ``logits`` [n, q, V]. Greedy ones come over in one transfer: each is a wait."""
+    if all(row.sampler.temperature == 0 for row in rows):
+        found: list[list[int]] = logits.argmax(-1).tolist()
+        return found
+    return [row.sampler(logits[place], row.position).tolist() for place, row in enumerate(rows)]
 
 
-def _drop_done(session: BatchSession, rows: list[_Row], max_new_tokens: int, stop_ids: Collection[int]) -> list[_Row]:
-    stay = [i for i, row in enumerate(rows) if len(row.tokens) < max_new_tokens and row.tokens[-1] not in stop_ids]
-    if stay and len(stay) < len(rows):
-        session.drop(stay)
-    return [rows[index] for index in stay]
+def _unfinished(rows: Sequence[_Row], max_new_tokens: int, stop_ids: Collection[int]) -> list[int]:
+    return [i for i, row in enumerate(rows) if len(row.tokens) < max_new_tokens and row.tokens[-1] not in stop_ids]

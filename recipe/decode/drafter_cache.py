@@ -9,7 +9,7 @@ Works on the parameters under their z-lab names (reference/dflash.md §4), from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     return weight * wide.to(hidden.dtype)
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``heads`` [heads, n, head_dim] rotated by ``cos``/``sin`` [n, head_dim]."""
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``heads`` [..., heads, head_dim] rotated by ``cos``/``sin`` [..., 1, head_dim]."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -64,45 +64,45 @@ class IncrementalDrafter:
 
         Returns the hidden states [b, H] after the final norm. The context keeps the n rows and not the block.
         """
-        context = self._context(taps)
+        context = self.project_taps(taps)
         n, b = len(context), len(block)
         if self.length + n + b > self.keys.shape[2]:
             raise RunError(f"the drafter's cache has {self.keys.shape[2]} positions, {self.length + n + b} are needed")
         positions = torch.arange(self.length, self.length + n + b, device=self.device)
-        cos, sin = (table[:, 0].to(self.dtype) for table in self.rotary(positions))
+        cos, sin = (table.to(self.dtype) for table in self.rotary(positions))
         hidden = block.to(self.dtype)
         for layer in range(self.config.num_hidden_layers):
             hidden = self._layer(layer, context, hidden, cos, sin)
         self.length += n
         return rms_norm(hidden, self.weights["norm.weight"], self.config.rms_norm_eps)
 
-    def _context(self, taps: list[torch.Tensor]) -> torch.Tensor:
-        """[n, H]: the projection of each tap summed up (that of their concatenation), then normed."""
+    def project_taps(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """k × [..., H] -> [..., H]: the projection of each tap summed up (that of their concatenation), then normed."""
         total = functional.linear(taps[0].to(self.dtype), self.fc_parts[0])
         for tap, part in zip(taps[1:], self.fc_parts[1:], strict=True):
             total = total + functional.linear(tap.to(self.dtype), part)
         return rms_norm(total, self.weights["hidden_norm.weight"], self.config.rms_norm_eps)
 
-    def _project(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """[heads, n, head_dim] of one of the projections; q and k normed per head."""
+    def input_norm(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden, self.weights[f"layers.{layer}.input_layernorm.weight"], self.config.rms_norm_eps)
+
+    def project(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., heads, head_dim] by one of the projections; q and k normed per head."""
         prefix = f"layers.{layer}.self_attn.{name}"
         out = functional.linear(hidden, self.weights[f"{prefix}_proj.weight"], self.weights.get(f"{prefix}_proj.bias"))
-        out = out.view(len(hidden), -1, self.config.head_dim)
-        if name != "v":
-            out = rms_norm(out, self.weights[f"{prefix}_norm.weight"], self.config.rms_norm_eps)
-        return out.transpose(0, 1)
+        out = out.view(*hidden.shape[:-1], -1, self.config.head_dim)
+        return out if name == "v" else rms_norm(out, self.weights[f"{prefix}_norm.weight"], self.config.rms_norm_eps)
 
     def _layer(
         self, layer: int, context: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        prefix, epsilon = f"layers.{layer}.", self.config.rms_norm_eps
-        normed = rms_norm(hidden, self.weights[prefix + "input_layernorm.weight"], epsilon)
+        normed = self.input_norm(layer, hidden)
         b, end = len(hidden), self.length + len(context) + len(hidden)
         both = torch.cat([context, normed])  # the context is not layer-normed: the same C enters every layer
         keys, values = self.keys[layer], self.values[layer]
-        keys[:, self.length : end] = _rotated(self._project(layer, "k", both), cos, sin)
-        values[:, self.length : end] = self._project(layer, "v", both)
-        queries = _rotated(self._project(layer, "q", normed), cos[-b:], sin[-b:])
+        keys[:, self.length : end] = rotated(self.project(layer, "k", both), cos, sin).transpose(0, 1)
+        values[:, self.length : end] = self.project(layer, "v", both).transpose(0, 1)
+        queries = rotated(self.project(layer, "q", normed), cos[-b:], sin[-b:]).transpose(0, 1)
         mixed = functional.scaled_dot_product_attention(
             queries[None],
             keys[None, :, :end],
@@ -111,10 +111,14 @@ class IncrementalDrafter:
             scale=self.config.head_dim**-0.5,
             enable_gqa=True,
         )[0]
-        mixed = mixed.transpose(0, 1).reshape(b, -1)
+        return self.after_attention(layer, hidden, mixed.transpose(0, 1).reshape(b, -1))
+
+    def after_attention(self, layer: int, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """A layer's output [..., H] from its input and what its attention has mixed [..., heads · head_dim]."""
+        prefix = f"layers.{layer}."
         output = self.weights[prefix + "self_attn.o_proj.weight"], self.weights.get(prefix + "self_attn.o_proj.bias")
         hidden = hidden + functional.linear(mixed, *output)
-        normed = rms_norm(hidden, self.weights[prefix + "post_attention_layernorm.weight"], epsilon)
+        normed = rms_norm(hidden, self.weights[prefix + "post_attention_layernorm.weight"], self.config.rms_norm_eps)
         gate, up, down = (self.weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return hidden + functional.linear(
             functional.silu(functional.linear(normed, gate)) * functional.linear(normed, up), down

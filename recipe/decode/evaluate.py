@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from torch import nn
 from recipe.config.schema import Evaluation as EvaluationSettings
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.measure import Evaluation, Progress, measure
-from recipe.decode.prompts import encode_prompts, read_prompts
+from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import DrafterConfig
 from recipe.errors import ConfigError
 from recipe.export_layout import DTYPES, load_export, read_config
 from recipe.shapes import TargetShape, model_folder
+from recipe.target.architectures import ARCHITECTURES
+from recipe.target.logits import refuse_changed_logits
+from recipe.target.shard_plan import RankPlan, ShardPlan
 
 SMALL = 50_000_000  # parameters
 
@@ -73,15 +77,6 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Mo
     return model.to(device).eval()
 
 
-def stop_ids_of(model: nn.Module, tokenizer: Any) -> set[int]:
-    """Every id that ends an answer: the generation config's and the tokenizer's."""
-    ids: set[int] = set()
-    for source in (getattr(model, "generation_config", None), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        ids |= set() if value is None else {value} if isinstance(value, int) else set(value)
-    return ids
-
-
 def check_fit(config: DrafterConfig, shape: TargetShape, depth_known: bool = True) -> None:
     """ConfigError when the drafter was trained for another target.
 
@@ -114,6 +109,37 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def check_degree(tp: int, shape: TargetShape, device: torch.device, named: str) -> None:
+    """ConfigError for a tensor-parallel degree that this target, or this machine, cannot have. ``named``: --device."""
+    if tp < 1:
+        raise ConfigError("--tp", tp, "must be at least 1", "raise it")
+    if tp == 1:
+        return
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    if device.type == "cuda" and tp > gpus:
+        raise ConfigError("--tp", tp, f"each rank has a GPU of its own, and {gpus} are visible here", "lower it")
+    if device.index is not None:
+        raise ConfigError("--device", named, f"names one GPU, and --tp {tp} takes the first {tp}", "use --device cuda")
+    if device.type == "cpu" and tp > max(8, cores):
+        raise ConfigError("--tp", tp, f"each rank is a process, and this machine has {cores} cores", "lower it")
+    try:
+        refuse_changed_logits(shape)
+        planned = shape.model_type in ARCHITECTURES
+        idle = [one.rank for one in ShardPlan.build(shape, tp).ranks if is_idle(one)] if planned else []
+    except ConfigError as error:
+        raise ConfigError("--tp", tp, error.rule, "use --tp 1") from None
+    if idle:
+        rule = f"this target has not enough heads and columns for it: rank {idle[0]} would hold none"
+        raise ConfigError("--tp", tp, rule, f"use at most {tp - len(idle)}")
+
+
+def is_idle(rank: RankPlan) -> bool:
+    """Whether a rank holds no part of any layer that is shared out."""
+    columns = [part for part in (rank.mlp, rank.experts, rank.shared_expert) if part is not None]
+    heads = rank.attention.count + (rank.delta.count if rank.delta is not None else 0)
+    return heads == 0 and all(start == stop for start, stop in columns)
+
+
 def evaluate(
     export_or_run: Path,
     target: str | Path | None = None,
@@ -128,21 +154,18 @@ def evaluate(
     template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     batch_size: int = 1,
+    tp: int = 1,
 ) -> Evaluation:
     """Evaluate an export, or the newest export of a run, against its target.
 
     ``target`` and ``prompts`` None: those of the run. ``num_prompts``, ``max_new_tokens`` None: the run's
     settings, or the schema's defaults. ``device`` auto: cuda where there is a
-    GPU; ``dtype`` auto: bfloat16 there, float32 on the CPU. ConfigError for the user's mistakes, before weights load.
+    GPU; ``dtype`` auto: bfloat16 there, float32 on the CPU. ``tp`` above 1: the target is cut over that many processes
+    of this machine. ConfigError for the user's mistakes, before weights load.
     """
     from transformers import AutoTokenizer
 
-    counts = (("--num-prompts", num_prompts), ("--max-new-tokens", max_new_tokens), ("--batch-size", batch_size))
-    for name, value in counts:
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "must be at least 1", "raise it")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ConfigError("--temperature", temperature, "must be a number that is not negative", "0 is greedy")
+    _check_numbers(num_prompts, max_new_tokens, batch_size, temperature)
     where = pick_device(device)
     source = find_source(export_or_run)
     num_prompts = num_prompts or source.settings.num_prompts
@@ -153,6 +176,7 @@ def evaluate(
     folder = model_folder(str(target or source.target), None if target else source.revision)
     shape = TargetShape.resolve(str(folder))
     check_fit(config, shape, "num_target_layers" in read_config(source.export))
+    check_degree(tp, shape, where, device)
     rows = source.prompts if prompts is None else prompts
     if rows is None:
         raise ConfigError("--prompts", None, "an export does not know its held-out prompts", "add --prompts FILE")
@@ -161,30 +185,64 @@ def evaluate(
     encoded = encode_prompts(listed[:num_prompts], tokenizer, template_kwargs)
 
     kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
-    model = load_target(folder, where, kind)
-    drafter = IncrementalDrafter(config, {name: tensor.to(where, kind) for name, tensor in weights.items()})
-    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     settings = {
         "export": str(source.export), "target": str(folder), "block_size": config.block_size,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "device": str(where),
-        "batch_size": batch_size,
+        "batch_size": batch_size, "target_tp": tp,
         "dtype": str(kind).removeprefix("torch."), "template_kwargs": dict(template_kwargs or {}),
         "prompts_file": str(rows) if isinstance(rows, (str, Path)) else None, "rendered_prompt": encoded[0].text,
     }  # fmt: skip
-    with _threads_for(model, where):
+    with opened(folder, shape, config.target_layer_ids, where, kind, tp) as (model, embed, head):
         return measure(
-            SpeculativeDecoder(model, drafter, embed.detach(), head.detach()),
+            SpeculativeDecoder(model, drafter_on(config, weights, embed), embed, head),
             encoded,
             max_new_tokens,
             temperature,
-            stop_ids_of(model, tokenizer),
-            device=where,
+            stop_ids(folder, tokenizer),
+            device=embed.device,
             seed=seed,
             max_length=shape.max_position_embeddings,
             progress=progress,
             batch_size=batch_size,
             settings=settings,
         )
+
+
+def _check_numbers(num_prompts: int | None, max_new_tokens: int | None, batch_size: int, temperature: float) -> None:
+    counts = (("--num-prompts", num_prompts), ("--max-new-tokens", max_new_tokens), ("--batch-size", batch_size))
+    for name, value in counts:
+        if value is not None and value < 1:
+            raise ConfigError(name, value, "must be at least 1", "raise it")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ConfigError("--temperature", temperature, "must be a number that is not negative", "0 is greedy")
+
+
+def drafter_on(
+    config: DrafterConfig, weights: Mapping[str, torch.Tensor], embedding: torch.Tensor
+) -> IncrementalDrafter:
+    """The drafter on the device and in the dtype of the target's embedding."""
+    return IncrementalDrafter(config, {name: tensor.to(embedding) for name, tensor in weights.items()})
+
+
+@contextmanager
+def opened(
+    folder: Path, shape: TargetShape, taps: Sequence[int], device: torch.device, dtype: torch.dtype, tp: int = 1
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """The target to decode with, its embedding and its head [V, H]."""
+    if tp > 1:
+        from recipe.decode.local_ranks import sharded_target
+
+        try:
+            with sharded_target(folder, shape, tp, taps, device, dtype) as (target, embedding):
+                yield target, embedding, target.head
+        except ConfigError as error:  # found by code that thinks of a run's config
+            field = {"dflash.layout.target_tp": "--tp", "dflash.target.path": "--target"}.get(error.field, error.field)
+            raise ConfigError(field, error.value, error.rule, error.fix) from error
+        return
+    model = load_target(folder, device, dtype)
+    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with _threads_for(model, device):
+        yield model, embed.detach(), head.detach()
 
 
 @contextmanager

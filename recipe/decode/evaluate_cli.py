@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto",
                         help="of target and drafter (default: bfloat16 on a GPU, float32 on the CPU)")  # fmt: skip
+    parser.add_argument("--tp", type=int, metavar="N", default=1,
+                        help="cut the target over N processes of this machine, one GPU each (default: 1)")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the measurement there too")
 
 
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             template_kwargs=kwargs,
             seed=args.seed,
             batch_size=args.batch_size,
+            tp=args.tp,
         )
     result = evaluation.to_dict()
     if args.json:

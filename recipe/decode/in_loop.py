@@ -17,10 +17,10 @@ from recipe.config.paths import heldout_prompts
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.measure import Evaluation, Task, measuring
 from recipe.decode.plain import PlainResult
-from recipe.decode.prompts import encode_prompts, read_prompts
-from recipe.decode.sharded import ShardedTarget, follow
+from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
+from recipe.decode.sharded import ShardedTarget, follow, leading_target
 from recipe.decode.speculative import SpeculativeDecoder
-from recipe.errors import ConfigError, RunError
+from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
 from recipe.export_layout import load_export
 from recipe.roles.worlds import share_from_first
@@ -42,6 +42,7 @@ class InLoopEvaluator:
         self.share = share_from_first if scene.role.tp > 1 else None
         self._decoder: Any = None
         self._target: ShardedTarget | None = None
+        self._embedding = torch.empty(0)
         self._known: dict[int, PlainResult] = {}
         self._steps: Generator[int, None, Evaluation] | None = None
         self._step = self._slices = 0
@@ -70,26 +71,17 @@ class InLoopEvaluator:
         self._decoder = decoder_of(engine)
         if self.task is None:
             return
-        target, device = self.scene.config.dflash.target, self.scene.device
+        target, device, tick = self.scene.config.dflash.target, self.scene.device, self.scene.watchdog.tick
         checkpoint = Checkpoint(target.path, target.revision)
-        embedding = self._embedding()
-        head = embedding if checkpoint.tied else checkpoint.head(device).to(self.scene.target_dtype)
-        checkpoint.close()
-        self._target = ShardedTarget(self._decoder, head, device, self.share, self.scene.watchdog.tick)
-
-    def _embedding(self) -> torch.Tensor:
-        weight = self._decoder.get_input_embeddings().weight.detach()
-        if weight.shape[0] != self.scene.shape.vocab_size:
-            raise RunError(f"this rank holds {weight.shape[0]} of {self.scene.shape.vocab_size} embedding rows")
-        assert isinstance(weight, torch.Tensor)
-        return weight
+        vocabulary = self.scene.shape.vocab_size
+        self._target, self._embedding = leading_target(engine, checkpoint, vocabulary, device, self.share, tick)
 
     def begin(self, step: int, folder: Path) -> None:
         assert self._target is not None and self.task is not None
         config, weights = load_export(folder)
         where, kind = self.scene.device, self.scene.target_dtype
         drafter = IncrementalDrafter(config, {name: tensor.to(where, kind) for name, tensor in weights.items()})
-        decoder = SpeculativeDecoder(self._target, drafter, self._embedding(), self._target.head)
+        decoder = SpeculativeDecoder(self._target, drafter, self._embedding, self._target.head)
         settings = {
             "step": step, "target": self.scene.config.dflash.target.path, "block_size": config.block_size,
             "max_new_tokens": self.task.max_new_tokens, "temperature": 0.0, "device": str(where),
@@ -130,15 +122,3 @@ class InLoopEvaluator:
             "elapsed_s": time.monotonic() - self._began,
             "slices": self._slices,
         }
-
-
-def stop_ids(folder: Path, tokenizer: Any) -> set[int]:
-    """Every id that ends an answer: the generation config's and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    ids: set[int] = set()
-    known = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-    for source in (known, tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        ids |= set() if value is None else {value} if isinstance(value, int) else set(value)
-    return ids

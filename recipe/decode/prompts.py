@@ -51,10 +51,11 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def encode_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 ) -> list[Prompt]:
-    """Rows with ``messages`` (a chat, an answer at its end dropped) or ``prompt`` (text), with ``domain`` if known.
+    """Rows with ``messages`` (a chat, an answer at its end dropped), ``prompt`` (text) or ``input_ids`` (what `prepare`
+    holds out of rows that were tokens already), with ``domain`` if known.
 
     ``template_kwargs`` go to the chat template (for example ``{"enable_thinking": false}``): they must be those of the
-    training data, or another distribution is measured. ConfigError for no rows, or a row with neither field.
+    training data, or another distribution is measured. ConfigError for no rows, or a row with none of the fields.
     """
     prompts = []
     for number, row in enumerate(rows, 1):
@@ -64,15 +65,25 @@ def encode_prompts(
         elif isinstance(row.get("prompt"), str):
             text = row["prompt"]
             ids = tokenizer(text)["input_ids"]
+        elif row.get("input_ids"):
+            ids = _checked_ids(row["input_ids"], f"row {number}", len(tokenizer))
+            text = tokenizer.decode(ids)
         else:
-            rule = f"has neither 'messages' nor a text 'prompt' (its fields: {sorted(map(str, row))})"
-            raise ConfigError("--prompts", f"row {number}", rule, "write one of the two")
+            rule = f"has neither 'messages' nor a text 'prompt' nor 'input_ids' (its fields: {sorted(map(str, row))})"
+            raise ConfigError("--prompts", f"row {number}", rule, "write one of the three")
         if not ids:
             raise ConfigError("--prompts", f"row {number}", "the prompt has no tokens", "remove the row")
         prompts.append(Prompt(torch.tensor(ids, dtype=torch.int64), text, str(row.get("domain") or UNNAMED)))
     if not prompts:
         raise ConfigError("--prompts", len(rows), "there are no prompts", "name a file with at least one row")
     return prompts
+
+
+def _checked_ids(ids: Any, place: str, vocabulary: int) -> list[int]:
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+        rule = f"its 'input_ids' are no list of token ids from 0 to {vocabulary - 1}"
+        raise ConfigError("--prompts", place, rule, "use rows made with this target's tokenizer")
+    return ids
 
 
 def _render(messages: Any, place: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
@@ -94,3 +105,19 @@ def _render(messages: Any, place: str, tokenizer: Any, template_kwargs: Mapping[
         raise ConfigError("--prompts", place, rule, "mend the row, or remove it") from None
     assert isinstance(text, str)
     return text
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> set[int]:
+    """Every id that ends an answer of the target in ``folder``: what transformers' generation would stop at, and the
+    tokenizer's end token."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        known = GenerationConfig.from_pretrained(folder)
+    else:
+        known = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    ids: set[int] = set()
+    for source in (known, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    return ids

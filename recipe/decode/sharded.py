@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe.decode.batch import BatchSession
 from recipe.decode.cache import TargetPass, TargetSession
 from recipe.errors import RunError
+from recipe.target.capture import decoder_of
+from recipe.weights import Checkpoint
 
 Share = Callable[[torch.Tensor], None]
 """Makes an int64 tensor on every rank of the group what it is on the first, in place."""
@@ -30,6 +33,11 @@ class Call(IntEnum):
     KEEP = 3
     CLOSE = 4
     LEAVE = 5
+    OPEN_BATCH = 6
+    START = 7
+    EXTEND_ALL = 8
+    KEEP_ALL = 9
+    DROP = 10
 
 
 class ShardedTarget:
@@ -56,15 +64,19 @@ class ShardedTarget:
     def session(self, target_layer_ids: Sequence[int]) -> TargetSession:
         return _LeadingSession(self, target_layer_ids)
 
-    def tell(self, call: Call, number: int = 0, tokens: torch.Tensor | None = None) -> None:
-        """Announce a call: ``number`` of rows, or of the ``tokens`` that follow."""
+    def batch_session(self, target_layer_ids: Sequence[int]) -> BatchSession:
+        return _LeadingBatch(self, target_layer_ids)
+
+    def tell(self, call: Call, number: int = 0, numbers: torch.Tensor | Sequence[int] | None = None) -> None:
+        """Announce a call: with one ``number``, or with as many ``numbers`` as it says, which follow."""
         self.tick()
         if self._share is None:
             return
-        count = number if tokens is None else len(tokens)
+        count = number if numbers is None else len(numbers)
         self._share(torch.tensor([call, count], dtype=torch.int64, device=self.device))
-        if tokens is not None:
-            self._share(tokens.to(self.device, torch.int64, copy=True))
+        if numbers is not None:
+            sent = torch.tensor(numbers) if not isinstance(numbers, torch.Tensor) else numbers
+            self._share(sent.to(self.device, torch.int64, copy=True))
 
     def leave(self) -> None:
         """The followers go back to what they did before."""
@@ -86,16 +98,49 @@ class _LeadingSession(TargetSession):
             self._target.tell(Call.CLOSE)
 
     def prefill(self, prompt: torch.Tensor) -> TargetPass:
-        self._target.tell(Call.PREFILL, tokens=prompt)
+        self._target.tell(Call.PREFILL, numbers=prompt)
         return super().prefill(prompt)
 
     def extend(self, tokens: torch.Tensor) -> TargetPass:
-        self._target.tell(Call.EXTEND, tokens=tokens)
+        self._target.tell(Call.EXTEND, numbers=tokens)
         return super().extend(tokens)
 
     def keep(self, rows: int) -> None:
         self._target.tell(Call.KEEP, rows)
         super().keep(rows)
+
+
+class _LeadingBatch(BatchSession):
+    def __init__(self, target: ShardedTarget, target_layer_ids: Sequence[int]) -> None:
+        super().__init__(target.decoder, target_layer_ids, target.head)
+        self._target = target
+
+    def __enter__(self) -> _LeadingBatch:
+        self._target.tell(Call.OPEN_BATCH)
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._target.tell(Call.CLOSE)
+
+    def start(self, prompts: Sequence[torch.Tensor]) -> list[TargetPass]:
+        lengths = torch.tensor([len(prompts), *map(len, prompts)], device=prompts[0].device)
+        self._target.tell(Call.START, numbers=torch.cat([lengths, *prompts]))
+        return super().start(prompts)
+
+    def extend_all(self, tokens: torch.Tensor) -> TargetPass:
+        rows = torch.tensor([len(tokens)], device=tokens.device)
+        self._target.tell(Call.EXTEND_ALL, numbers=torch.cat([rows, tokens.flatten()]))
+        return super().extend_all(tokens)
+
+    def keep_all(self, rows: Sequence[int]) -> None:
+        self._target.tell(Call.KEEP_ALL, numbers=rows)
+        super().keep_all(rows)
+
+    def drop(self, stay: Sequence[int]) -> None:
+        self._target.tell(Call.DROP, numbers=stay)
+        super().drop(stay)
 
 
 def follow(decoder: nn.Module, device: torch.device, share: Share, tick: Callable[[], None] = lambda: None) -> None:
@@ -111,8 +156,9 @@ def follow(decoder: nn.Module, device: torch.device, share: Share, tick: Callabl
         call, number = header.tolist()
         if call == Call.LEAVE:
             return
-        if call == Call.OPEN:
-            session = TargetSession(decoder, [], logits=False).__enter__()
+        if call in (Call.OPEN, Call.OPEN_BATCH):
+            kind = TargetSession if call == Call.OPEN else BatchSession
+            session = kind(decoder, [], logits=False).__enter__()
         elif session is None or call not in set(Call):
             raise RunError(f"the first rank of the target said {call} {number}, which is no call on its session")
         elif call == Call.KEEP:
@@ -121,6 +167,41 @@ def follow(decoder: nn.Module, device: torch.device, share: Share, tick: Callabl
             session.__exit__(None, None, None)
             session = None
         else:
-            tokens = torch.empty(number, dtype=torch.int64, device=device)
-            share(tokens)
-            (session.prefill if call == Call.PREFILL else session.extend)(tokens)
+            numbers = torch.empty(number, dtype=torch.int64, device=device)
+            share(numbers)
+            _take_part(session, Call(call), numbers)
+
+
+def _take_part(session: TargetSession, call: Call, numbers: torch.Tensor) -> None:
+    """The other end of the calls that bring ``numbers`` int64 [m]."""
+    if isinstance(session, BatchSession):
+        count = int(numbers[0])
+        if call == Call.START:
+            session.start(numbers[1 + count :].split(numbers[1 : 1 + count].tolist()))
+        elif call == Call.EXTEND_ALL:
+            session.extend_all(numbers[1:].view(count, -1))
+        else:
+            (session.keep_all if call == Call.KEEP_ALL else session.drop)(numbers.tolist())
+    else:
+        (session.prefill if call == Call.PREFILL else session.extend)(numbers)
+
+
+def leading_target(
+    engine: nn.Module,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    device: torch.device,
+    share: Share | None,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[ShardedTarget, torch.Tensor]:
+    """On the first rank: its part of a loaded target with the whole head (dtype of the embedding), and the embedding.
+
+    Raises RunError when this rank holds only a part of the embedding.
+    """
+    decoder = decoder_of(engine)
+    embedding: torch.Tensor = decoder.get_input_embeddings().weight.detach()
+    if embedding.shape[0] != vocab_size:
+        raise RunError(f"this rank holds {embedding.shape[0]} of {vocab_size} embedding rows")
+    head = embedding if checkpoint.tied else checkpoint.head(device).to(embedding.dtype)
+    checkpoint.close()
+    return ShardedTarget(decoder, head, device, share, tick), embedding

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from recipe.decode.batch import generate_batch, plain_batch
 from recipe.decode.plain import plain_generate
 from recipe.decode.sharded import Call, ShardedTarget, follow
 from recipe.decode.speculative import SpeculativeDecoder
@@ -61,15 +62,16 @@ PROMPTS = [[5, 9, 33, 71, 2], [44]]
 
 
 class Unreliable:
-    """Drafts the target's own answer, of which it spoils every third token on average."""
+    """Drafts the target's own answer to the prompt of that length, and spoils every third token on average."""
 
     block_size, target_layer_ids = BLOCK, TAPS
 
-    def __init__(self, answer: list[int]) -> None:
-        self.answer, self.draw = answer, random.Random(len(answer))
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = {len(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
 
     def begin(self, prompt_ids: torch.Tensor, max_length: int) -> None:
-        self.at, self.prompt = 0, len(prompt_ids)
+        self.at, self.prompt, self.draw = 0, len(prompt_ids), random.Random(len(prompt_ids))
+        self.answer = self.answers[self.prompt]
 
     def propose(self, taps: list[torch.Tensor], anchor: int, count: int) -> torch.Tensor:
         self.at += len(taps[0])
@@ -114,12 +116,12 @@ def rank_main(rank: int, tp: int, models: dict[str, tuple[Path, list[list[int]]]
             follow(decoder, cpu, share_from_first)
             continue
         target = ShardedTarget(decoder, Checkpoint(str(folder)).head(), cpu, share_from_first)
-        found[name] = []
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            ids = torch.tensor(prompt)
-            plain = plain_generate(target, ids, NEW).tokens
-            result = SpeculativeDecoder(target, Unreliable(answer)).generate(ids, NEW)
-            found[name].append([plain, result.tokens, result.accepted, result.state_replays])
+        decoder_of_all, ids = SpeculativeDecoder(target, Unreliable(answers)), [torch.tensor(p) for p in PROMPTS]
+        plains = [plain_generate(target, one, NEW).tokens for one in ids]
+        results = [decoder_of_all.generate(one, NEW) for one in ids]
+        plains += [one.tokens for one in plain_batch(target, ids, NEW, 0.0, (), [0, 1])]
+        results += generate_batch(decoder_of_all, ids, NEW, 0.0, (), [0, 1])
+        found[name] = [[p, r.tokens, r.accepted, r.state_replays] for p, r in zip(plains, results, strict=True)]
         target.leave()
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
@@ -141,7 +143,9 @@ def test_the_tokens_of_the_whole_model(models: dict, tmp_path: Path, tp: int) ->
     assert [process.exitcode for process in ranks] == [0] * tp
     found = json.loads((tmp_path / "found.json").read_text())
     for name, (_, answers) in models.items():
-        for answer, (plain, tokens, accepted, replays) in zip(answers, found[name], strict=True):
+        alone, together = found[name][: len(PROMPTS)], found[name][len(PROMPTS) :]
+        assert alone == together, f"{name}: a batch"
+        for answer, (plain, tokens, accepted, replays) in zip(answers, alone, strict=True):
             assert plain == answer[:NEW], f"{name}: plain decoding"
             assert tokens == answer[:NEW], f"{name}: speculative decoding"
             assert max(accepted) > 1 and min(accepted) < BLOCK, "drafts were accepted and refused"

@@ -152,11 +152,12 @@ def test_prompts_are_rendered_for_the_answer(target_dir: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-    one, two = encode_prompts([chat, {"prompt": "raw"}], tokenizer)
+    one, two, three = encode_prompts([chat, {"prompt": "raw"}, {"input_ids": [40, 41], "id": "x"}], tokenizer)
+    assert three.ids.tolist() == [40, 41] and len(three.text) >= 2
     assert one.text == "<user>hi\n<assistant>" and one.domain == "all" and two.text == "raw"
     assert len(one.ids) == len(one.text)
     wrong = [{"messages": value} for value in ("hi", {"role": "user"}, ["hi"], [{"content": "hi"}], 3)]
-    for row in ({"text": "x"}, {"prompt": ""}, {}, {"prompt": 5}, *wrong):
+    for row in ({"text": "x"}, {"prompt": ""}, {}, {"prompt": 5}, {"input_ids": [999]}, {"input_ids": ["a"]}, *wrong):
         with pytest.raises(ConfigError, match="row 2"):
             encode_prompts([{"prompt": "x"}, row], tokenizer)
     with pytest.raises(ConfigError, match="no prompts"):
