@@ -34,6 +34,7 @@ _PROBES: list[tuple[Messages, list[Any] | None]] = [
     ([{"role": "user", "content": "question"}], _TOOLS),
     (_CALLED, _TOOLS),
 ]
+_SWITCHES = ("enable_thinking", "thinking")  # what most templates call it
 _SWITCH = re.compile("think|reason")
 _MOST_SETTINGS = 64
 
@@ -48,21 +49,26 @@ def asked(answer: str | None = None) -> Messages:
 
 
 def settings(tree: nodes.Template | None, template: str, render: Render) -> list[dict[str, Any]]:
-    """The template arguments with which its generation prompt differs, the default ({}) first. Servers pass such
-    switches on (`chat_template_kwargs`); their names and values are taken from the template's code."""
+    """The template arguments with which its generation prompt differs, the default ({}) first; and those that switch
+    thinking on by other words (a system text). Servers pass such switches on (`chat_template_kwargs`); their names and
+    values are taken from the template's code."""
     kept: list[dict[str, Any]] = []
-    seen: list[list[str | None]] = []
+    supplies: list[list[str | None]] = []
+    prompts: list[list[str | None]] = []
     for arguments in [{}, *_candidates(tree, template)][:_MOST_SETTINGS]:
-        supplied = [_supplied(render, *probe, arguments) for probe in _PROBES]
-        if not arguments or (supplied not in seen and any(supplied)):
+        texts = [_prompt(render, *probe, arguments) for probe in _PROBES]
+        supplied = [t and t.rpartition(probe[0][-1]["content"])[2] for t, probe in zip(texts, _PROBES, strict=True)]
+        switched_on = any(arguments.get(name) is True for name in _SWITCHES) and texts not in prompts
+        if not arguments or (any(texts) and (supplied not in supplies or switched_on)):
             kept.append(arguments)
-            seen.append(supplied)
+            supplies.append(supplied)
+            prompts.append(texts)
     return kept
 
 
 def _candidates(tree: nodes.Template | None, template: str) -> list[dict[str, Any]]:
     if tree is None:  # code that jinja could not be asked for
-        found = [name for name in ("enable_thinking", "thinking") if name in template]
+        found = [name for name in _SWITCHES if name in template]
         return [{name: on} for name in found for on in (False, True)]
     names = sorted({n.name for n in tree.find_all(nodes.Name) if n.ctx == "load" and _SWITCH.search(n.name)})
     values: dict[str, list[Any]] = {name: [False, True] for name in names}
@@ -77,13 +83,11 @@ def _constants(node: nodes.Node) -> list[nodes.Const]:
     return [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
 
 
-def _supplied(render: Render, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> str | None:
-    """What stands behind the last of ``messages`` in a prompt; None where the template refuses them."""
+def _prompt(render: Render, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> str | None:
     try:
-        prompt = render(messages, tools, add_generation_prompt=True, **arguments)
+        return render(messages, tools, add_generation_prompt=True, **arguments)
     except Drop:
         return None
-    return prompt.rpartition(messages[-1]["content"])[2]
 
 
 def only_prompt_depends_on(tree: nodes.Template | None, names: set[str]) -> bool:
@@ -121,6 +125,11 @@ class Manner:
     joint: str = ""
 
     @property
+    def switched_on(self) -> bool:
+        """Whether thinking was asked for by name."""
+        return any(self.arguments.get(name) is True for name in _SWITCHES)
+
+    @property
     def opened(self) -> Frame | None:
         """The thought that the prompt opens and leaves open."""
         frame = Frame.at_end(self.extra)
@@ -154,6 +163,16 @@ def manner(render: Render, arguments: dict[str, Any], tools: bool) -> Manner | N
     if opening.startswith(supplied):
         return Manner(arguments, supplied, joint=opening[len(supplied) :])
     return None
+
+
+def shown_thought(render: Render, arguments: dict[str, Any]) -> Frame | None:
+    """How the template frames a thought before a tool call: some show thoughts nowhere else."""
+    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
+    call = {**_CALLED[1], "content": "said", **thought}
+    try:
+        return Frame.seen(render([_CALLED[0], call], _TOOLS, **arguments), PROBE)
+    except Drop:
+        return None
 
 
 # ---- ends

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipe.data.batches import BLOCK, Batches, row_type, take
 from recipe.data.delivery import Delivery, plan_delivery
 from recipe.data.hashing import hash64, key_of
 from recipe.errors import ConfigError
@@ -25,7 +26,7 @@ _ROW_STREAM, _BATCH_STREAM = 1, 2
 class EpochPlan:
     """Target batches of all nodes. Batch b of the epoch is ``rows[starts[b]:starts[b + 1]]``, longest row first."""
 
-    rows: np.ndarray  # int64[n], a permutation of all rows
+    rows: np.ndarray  # int32[n] (int64 beyond 2³¹), a permutation of all rows
     starts: np.ndarray  # int64[batches + 1]
     node_batches: tuple[np.ndarray, ...]  # per node: its batch numbers in production order
     padding: float  # share of padded positions, 0 to 1
@@ -34,10 +35,15 @@ class EpochPlan:
     def nodes(self) -> int:
         return len(self.node_batches)
 
-    def batches(self, node: int) -> list[np.ndarray]:
-        """Row ids (int64) of each batch of ``node``, in production order."""
-        starts, rows = self.starts, self.rows
-        return [rows[starts[b] : starts[b + 1]] for b in self.node_batches[node].tolist()]
+    def batches(self, node: int) -> Batches:
+        """Row ids of each batch of ``node``, in production order."""
+        order = self.node_batches[node]
+        begins = self.starts[order]
+        starts = np.zeros(len(order) + 1, dtype=np.int64)
+        np.cumsum(self.starts[order + 1] - begins, out=starts[1:])
+        places = np.repeat(begins - starts[:-1], np.diff(starts))
+        places += np.arange(len(places))
+        return Batches(self.rows[places], starts)
 
 
 def plan_epoch(
@@ -85,29 +91,38 @@ def _check(lengths: np.ndarray, token_budget: int, max_batch_size: int, nodes: i
 
 
 def _shuffled(n: int, key: int) -> np.ndarray:
-    """A permutation of n rows, int64. Values that carry the row number are sorted: many times faster than argsort."""
+    """A permutation of n rows. Values that carry the row number are sorted: many times faster than argsort."""
     row_bits = np.uint64(n.bit_length())
-    rows = np.arange(n, dtype=np.uint64)
-    keys = hash64(key, rows)
-    keys >>= row_bits
-    keys <<= row_bits
-    keys |= rows
+    keys = np.empty(n, dtype=np.uint64)
+    for start in range(0, n, BLOCK):  # in pieces that stay in the cache
+        rows = np.arange(start, min(start + BLOCK, n), dtype=np.uint64)
+        hashed = hash64(key, rows)
+        hashed >>= row_bits
+        hashed <<= row_bits
+        hashed |= rows
+        keys[start : start + BLOCK] = hashed
     keys.sort()
     keys &= (np.uint64(1) << row_bits) - np.uint64(1)
-    return keys.astype(np.int64)
+    return keys.astype(row_type(n))
 
 
 def _sort_windows(rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort each window by falling length (ties stay in shuffled order); returns rows and their lengths."""
-    position = np.arange(len(rows), dtype=np.uint64)
-    key = (position // np.uint64(WINDOW_ROWS)) << np.uint64(44)
-    key |= np.uint64((1 << 32) - 1) - lengths[rows].astype(np.uint64) << np.uint64(12)
-    key |= position % np.uint64(WINDOW_ROWS)
-    key.sort()
-    where = (key >> np.uint64(44)) * np.uint64(WINDOW_ROWS) + (key & np.uint64(WINDOW_ROWS - 1))
-    del key, position
-    rows = rows[where.astype(np.int64)]
-    return rows, lengths[rows]
+    """Sort each window by falling length (ties stay in shuffled order), in place; returns rows and their lengths."""
+    sizes = take(lengths, rows)
+    place_bits = WINDOW_ROWS.bit_length() - 1
+    longest = int(sizes.max())
+    kind = np.uint32 if longest < 1 << (32 - place_bits) else np.uint64
+    place = np.arange(WINDOW_ROWS, dtype=kind)
+    for start in range(0, len(rows), WINDOW_ROWS):
+        window = slice(start, start + WINDOW_ROWS)
+        key = (longest - sizes[window]).astype(kind)
+        key <<= kind(place_bits)
+        key |= place[: len(key)]
+        key.sort()
+        order = (key & kind(WINDOW_ROWS - 1)).astype(np.int64)
+        rows[window] = rows[window][order]
+        sizes[window] = sizes[window][order]
+    return rows, sizes
 
 
 def _cut(sizes: np.ndarray, token_budget: int, max_batch_size: int) -> np.ndarray:

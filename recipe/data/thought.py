@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # How published formats open a thought: <think>, <seed:think>, [THINK], <|START_THINKING|>, <|channel>thought.
@@ -20,7 +20,8 @@ _FIELDS = ("reasoning_content", "reasoning", "thinking")
 @dataclass(frozen=True)
 class Frame:
     """The tags of a thought at the end of a text: it is left open there, or ``closed`` at once. ``gap``: the white
-    space after the opening tag; ``after``: after the closing one; ``start``: where in the text the opening begins."""
+    space after the opening tag; ``after``: after the closing one; ``start``: where in the text the opening begins;
+    ``line``: what stands between thought and closing tag, where a template has shown that."""
 
     opening: str
     gap: str
@@ -28,6 +29,17 @@ class Frame:
     closed: bool
     after: str
     start: int
+    line: str | None = None
+
+    @classmethod
+    def seen(cls, text: str, thought: str) -> Frame | None:
+        """The frame that ``text`` puts around ``thought``; None where it does not show it in one."""
+        before, found, behind = text.partition(thought)
+        frame = cls.at_end(before) if found else None
+        if frame is None or frame.closed:
+            return None
+        close = re.match(rf"(\s*){re.escape(frame.closing)}(\s*)", behind)
+        return replace(frame, closed=True, line=close[1], after=close[2]) if close else None
 
     @classmethod
     def at_end(cls, text: str) -> Frame | None:
@@ -48,9 +60,13 @@ class Frame:
 
     def around(self, thought: str) -> str:
         """``thought`` as the target writes it where no prompt has opened it."""
+        first = self.gap if self.line is not None else "\n" if "\n" in self.gap else ""
+        return self.opening + first + thought + self.end()
+
+    def end(self) -> str:
+        """What the target writes after a thought in this frame."""
         line = "\n" if "\n" in self.gap or self.opening.endswith("\n") else ""
-        first = line if not self.opening.endswith("\n") else ""
-        return f"{self.opening}{first}{thought}{line}{self.closing}{self.after}"
+        return (line if self.line is None else self.line) + self.closing + self.after
 
     def dropped_from(self, text: str) -> str:
         """``text`` without the frame, empty or with its opening alone, that it begins with."""
@@ -90,14 +106,15 @@ def is_unfinished(said: dict[str, Any]) -> bool:
 
 def take_apart(said: dict[str, Any], opened: Frame | None, shown: Frame | None) -> Thinking | None:
     """``said`` taken apart for a prompt that ends in the open thought ``opened`` (the text then need not repeat the
-    tag), or that opens none (None); there ``shown`` is how the template shows an empty thought, if it does.
+    tag), or that opens none (None). ``shown``: how the template frames a thought, if it shows that anywhere.
     None when there is no thought that could be generated there."""
     rest = {k: v for k, v in said.items() if k not in _FIELDS}
     if said.get("reasoning_content"):
         thought = said["reasoning_content"].strip()
         if opened:
-            closing = f"\n{opened.closing}\n\n" if opened.gap.endswith("\n") else opened.closing
-            return Thinking(thought + closing, rest)
+            known = shown and shown.line is not None and shown.closing == opened.closing
+            usual = f"\n{opened.closing}\n\n" if opened.gap.endswith("\n") else opened.closing
+            return Thinking(thought + (shown.end() if shown and known else usual), rest)
         return Thinking(shown.around(thought), rest) if shown else None
     closing = opened.closing if opened else "</think>"
     thought, closed, answer = said["content"].partition(closing)

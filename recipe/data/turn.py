@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe.data.conversation import Chat
-from recipe.data.manner import PROBE, Ends, Manner, ends_of_turns, manner, only_prompt_depends_on, settings
+from recipe.data.manner import (
+    PROBE,
+    Ends,
+    Manner,
+    ends_of_turns,
+    manner,
+    only_prompt_depends_on,
+    settings,
+    shown_thought,
+)
 from recipe.data.render import Renderer
 from recipe.data.report import Drop
 from recipe.data.thought import Frame, is_unfinished, take_apart, thought_of
@@ -61,7 +70,8 @@ class TurnRenderer:
         self._steady = only_prompt_depends_on(tree, {name for arguments in self._settings for name in arguments})
         found = (manner(self.render, s, False) or manner(self.render, s, True) for s in self._settings)
         self._manners = [m for m in found if m]
-        self._empty = next((m.empty for m in self._manners if m.empty), None)
+        shown = [shown_thought(self.render, m.arguments) for m in self._manners]
+        self._empty = next((f for f in (*shown, *(m.empty for m in self._manners)) if f), None)
 
     @property
     def stops(self) -> set[str]:
@@ -80,15 +90,9 @@ class TurnRenderer:
         scene = _Scene(before, said, after, chat.tools)
         foreign = "</think>" not in self.template and not said.get("reasoning_content")
         thought = "" if foreign else thought_of(said)  # another family's tags are only text here
-        found, arguments = self._continuing(scene)
-        best = min(self._manners, key=lambda m: self._rank(m, bool(thought)), default=None)
-        if found and not thought:
-            found = self._without_empty_thought(found, scene, notes)
-        # With thinking off a prompt closes an empty thought; that it is not shown later is no reason to switch it on.
-        closes = not thought and best is not None and best.extra and not best.opened and best.arguments != arguments
-        if best and (found is None or closes or not _tells(found, thought)):
-            served = self._continued(scene, best, notes)
-            found = served if found is None or (served and thought in served.answer) else found
+        found = self._served(scene, thought, notes)
+        if thought and (found is None or thought not in found.answer):  # the template shows it nowhere
+            found = self._served(scene, "", notes)
         if found is None:
             raise Drop("template_contradicts_prompt", f"turn {index}")
         _account(said, thought, found.answer, notes)
@@ -99,6 +103,19 @@ class TurnRenderer:
         if not found.answer:
             raise Drop("template_contradicts_prompt", f"turn {index}: the template renders nothing for it")
         return replace(found, quotes=self._special is not None and _quotes(said, self._special))
+
+    def _served(self, scene: _Scene, thought: str, notes: Counter[str]) -> Turn | None:
+        """The turn with ``thought``, or as one without any; None where no prompt and answer fit together."""
+        found, arguments = self._continuing(scene, bool(thought))
+        best = min(self._manners, key=lambda m: self._rank(m, bool(thought)), default=None)
+        if found and not thought:
+            found = self._without_empty_thought(found, scene, notes)
+        # With thinking off a prompt closes an empty thought; that it is not shown later is no reason to switch it on.
+        closes = not thought and best is not None and best.extra and not best.opened and best.arguments != arguments
+        if best and (found is None or closes or not _tells(found, thought)):
+            served = self._continued(scene, best, bool(thought), notes)
+            found = served if found is None or (served and thought in served.answer) else found
+        return found
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **arguments: Any) -> str:
         """The template's text. Raises Drop when it refuses the messages, or when no tokenizer can encode the text."""
@@ -116,7 +133,7 @@ class TurnRenderer:
 
     # ---- the generated text
 
-    def _continuing(self, scene: _Scene) -> tuple[Turn | None, dict[str, Any]]:
+    def _continuing(self, scene: _Scene, with_thought: bool) -> tuple[Turn | None, dict[str, Any]]:
         """The turn where the rendered answer continues a prompt, and the setting. Of several, the one whose prompt
         supplies most: with thinking off, a prompt supplies the empty tags that an answer without a thought shows."""
         fitting = []
@@ -129,8 +146,9 @@ class TurnRenderer:
                     raise
                 continue
             if full.startswith(prompt):
-                supplied = next((len(m.supplied) for m in self._manners if m.arguments == arguments), 0)
-                fitting.append((len(full) - len(prompt), -supplied, number, prompt, full))
+                known = next((m for m in self._manners if m.arguments == arguments), None)
+                supplied, on = (len(known.supplied), known.switched_on and with_thought) if known else (0, False)
+                fitting.append((len(full) - len(prompt), -supplied, not on, number, prompt, full))
         if not fitting:
             return None, {}
         *_, number, prompt, full = min(fitting)
@@ -182,9 +200,9 @@ class TurnRenderer:
         text = self.render([*scene.before, {**said, "content": PROBE}], scene.tools, **(arguments or {}))
         return text.rpartition(PROBE)[0] if PROBE in text else None
 
-    def _continued(self, scene: _Scene, chosen: Manner, notes: Counter[str]) -> Turn | None:
+    def _continued(self, scene: _Scene, chosen: Manner, with_thought: bool, notes: Counter[str]) -> Turn | None:
         """The prompt as served, then thought and answer, where the rendered answer does not continue the prompt."""
-        thinking = take_apart(scene.said, chosen.opened, self._empty)
+        thinking = take_apart(scene.said, chosen.opened, self._empty) if with_thought else None
         rest = thinking.rest if thinking else scene.said
         try:
             prompt = self.render(scene.before, scene.tools, add_generation_prompt=True, **chosen.arguments)
@@ -204,18 +222,21 @@ class TurnRenderer:
             notes[_NO_THOUGHT] += 1
         return Turn(prompt, tail, prompt + tail)
 
-    def _rank(self, one: Manner, with_thought: bool) -> int:
+    def _rank(self, one: Manner, with_thought: bool) -> tuple[int, bool]:
         """A thought is best served by a prompt that opens one, an answer without by one that closes an empty one."""
         if with_thought:
-            return 0 if one.opened else 1 if not one.extra and self._empty else 2 if one.extra else 3
-        return 2 if one.opened else 0 if one.extra else 1
+            rank = 0 if one.opened else 1 if not one.extra and self._empty else 2 if one.extra else 3
+            return rank, not one.switched_on
+        return 2 if one.opened else 0 if one.extra else 1, one.switched_on
 
     def _own(self, scene: _Scene, said: dict[str, Any], chosen: Manner, bare: str, full: str) -> str | None:
         """What ``full`` shows of the answer itself, behind the prompt without what it supplies of a thought."""
         frame = Frame.at_end(chosen.extra) or self._empty
         if full.startswith(bare):
             tail = self._generated(full[len(bare) :])
-            return frame.dropped_from(tail).lstrip() if frame and frame.dropped_from(tail) != tail else tail
+            bare_tail = frame.dropped_from(tail) if frame else tail
+            spaced = frame is not None and bare_tail != tail and bool(frame.gap or frame.after)
+            return bare_tail.lstrip() if spaced else bare_tail
         shown = self._shown(scene, said, chosen.arguments)
         if shown is None:  # a tool call for which the template prints no text
             shown = bare + chosen.joint

@@ -9,6 +9,8 @@ formats, each with its opening and end-of-turn token.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -160,3 +162,20 @@ def family_tokenizer(name: str) -> Any:
 def save_tokenizer(folder: Path, name: str = "chatml", **kind: Any) -> Path:
     make_tokenizer(name, **kind).save_pretrained(folder)
     return folder
+
+
+_CONTROL = re.compile(
+    r"<[|｜][^<>|｜{}\n' ]{1,40}[|｜]>|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<\|channel>|<channel\|>"
+    r"|<\|?tool(?:_call|_response)?\|?>|\[/?[A-Z_]{4,}\]|<seed:\w+>|\[gMASK\]|<sop>|\]~!?b\]?\[?|\[e~\[|<SPECIAL_\d+>|<sep>"
+    r"|<end_of_sentence>|</assistant>"
+)
+
+
+def published_tokenizer(template: str, bos: str, eos: str, control: Iterable[str] = ()) -> Any:
+    """The small tokenizer for any template: its control tokens are found in its text, and ``control`` adds others."""
+    backend = Tokenizer.from_str(_trained())
+    found = sorted({*_CONTROL.findall(template), bos, eos, *control} - set(WORDS))
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in found])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=eos)
+    made.chat_template = template
+    return made
