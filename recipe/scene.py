@@ -62,9 +62,3 @@ class Scene:
     def target_dtype(self) -> torch.dtype:
         """Of the target and of the taps in the ring."""
         return DTYPES[self.config.dflash.target.dtype]
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """In which the target's ranks add up their parts."""
-        target = self.config.dflash.target
-        return DTYPES[target.reduce_dtype or target.dtype]

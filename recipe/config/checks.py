@@ -123,10 +123,6 @@ def _steps(config: RunConfig, nodes: int) -> Iterator[ConfigError]:
 
 
 def _taps(config: RunConfig, shape: TargetShape) -> Iterator[ConfigError]:
-    target = config.dflash.target
-    if target.dtype == "float32" and target.reduce_dtype == "bfloat16":
-        rule = "would round what a float32 target computes"
-        yield ConfigError("dflash.target.reduce_dtype", target.reduce_dtype, rule, "set it to null")
     field, taps = "dflash.target.target_layer_ids", config.dflash.target.target_layer_ids or []
     last = shape.num_layers - 1
     if not taps:

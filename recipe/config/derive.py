@@ -63,8 +63,6 @@ def _resolve_machine(ours: dict[str, Any], gpus: int) -> None:
 
 def _resolve_shape(config: RunConfig, ours: dict[str, Any], shape: TargetShape) -> None:
     target, drafter, objective = config.dflash.target, config.dflash.drafter, config.dflash.objective
-    if target.reduce_dtype is None:
-        ours["target"]["reduce_dtype"] = target.dtype
     if target.target_layer_ids is None:
         ours["target"]["target_layer_ids"] = list(default_target_layer_ids(shape.num_layers))
     if drafter.mask_token_id is None:

@@ -71,10 +71,10 @@ class Target(Section):
     path: str = Field("Qwen/Qwen3.6-27B", min_length=1, description="folder, or hub id in the local cache")
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the target and of the taps")
-    reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
-        None,
-        description="in which tensor-parallel ranks add up their parts; null: dtype; float32 rounds once, as one GPU"
-        " does, for 1.5 times the bytes",
+    exact_sums: bool = Field(
+        False,
+        description="tensor parallel: gather inputs and make every sum on one rank, as one GPU does, instead of adding"
+        " the ranks' rounded parts; more bytes to send",
     )
     target_layer_ids: list[NonNegative] | None = Field(
         None, description="taps: 0-based decoder layers; null: five, evenly spaced"

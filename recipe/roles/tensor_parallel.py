@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, RowParallel
 from torch import nn
+from torch.nn import functional
 
 from recipe.errors import RunError
-from recipe.roles.partial_sums import product_in_float32, sum_rounded_once
+from recipe.roles.partial_sums import gather_columns, sum_rounded_once
 from recipe.roles.worlds import disable_shm_all_reduce
 
 
@@ -48,7 +50,10 @@ class ColumnShard(_AlreadyCut, LinearLayer):
 
     ``select`` (optional, int64 [m]) regroups the output: it is seen as units of ``unit`` features, and unit
     ``select[i]`` becomes unit i. So a shared key head is computed once and handed to each query head that reads it.
+    With ``fused_bias`` the bias is added before the product is rounded, as torch's own linear layer does.
     """
+
+    fused_bias = False
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class ColumnShard(_AlreadyCut, LinearLayer):
         self.register_buffer("select", select, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = super().forward(input)
+        output = functional.linear(input, self.weight, self.bias) if self.fused_bias else super().forward(input)
         if self.select is None:
             return output
         return output.unflatten(-1, (-1, self.unit)).index_select(-2, self.select).flatten(-2)
@@ -74,7 +79,6 @@ class RowShard(_AlreadyCut, LinearAllreduce):
 
     ``bias`` [out] is whole on every rank and added once, after the sum. ``local_in`` may be 0: such a rank adds zeros.
     Without ``reduce`` the product stays partial (and there may be no bias): the caller sums it together with others.
-    With ``in_float32`` the ranks' products are added in float32 and rounded once (`partial_sums`).
     """
 
     def __init__(
@@ -83,20 +87,40 @@ class RowShard(_AlreadyCut, LinearAllreduce):
         bias: nn.Parameter | None,
         group: dist.ProcessGroup | None,
         reduce: bool = True,
-        in_float32: bool = False,
     ) -> None:
         super().__init__(_Cut(weight, bias), group)
         if bias is not None and not reduce:
             raise RunError("a bias would be added once per rank")
-        self.reduce, self.in_float32 = reduce, in_float32
+        self.reduce = reduce
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.reduce and self.in_float32:
-            partial = product_in_float32(input, self.weight)
-            return sum_rounded_once(partial, self.mp_group, input.dtype, self.bias)
         if self.reduce:
             return super().forward(input)
         return torch.matmul(input, self.weight.transpose(-1, -2))
+
+
+class GatherShard(_AlreadyCut, LinearLayer):
+    """The alternative to RowShard that adds nothing up over ranks: this rank's rows of the weight [local_out, in] and
+    of the bias, applied to the whole input. The ranks' inputs are gathered before it and their outputs after it, so
+    that every sum is made on one rank, in one product, as one GPU does.
+
+    ``inputs``, ``outputs``: how many features each rank brings, and makes; both may be 0 for some.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: dist.ProcessGroup | None,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+    ) -> None:
+        super().__init__(_Cut(weight, bias), group)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        whole = gather_columns(input, self.inputs, self.mp_group)
+        return gather_columns(functional.linear(whole, self.weight, self.bias), self.outputs, self.mp_group)
 
 
 class SumOverRanks:
@@ -117,7 +141,7 @@ class SumOverRanks:
 class IdleMixer(nn.Module):
     """Stands for an attention or DeltaNet layer on a rank that holds no head of it: it only takes part in the sum."""
 
-    def __init__(self, row_shard: RowShard, row_shard_name: str, returns_tuple: bool) -> None:
+    def __init__(self, row_shard: RowShard | GatherShard, row_shard_name: str, returns_tuple: bool) -> None:
         super().__init__()
         self.returns_tuple, self.row_shard_name = returns_tuple, row_shard_name
         self.add_module(row_shard_name, row_shard)

@@ -62,15 +62,13 @@ def load_target(
     need_last_hidden: bool,
     progress: Callable[[LoadProgress], None] | None = None,
     revision: str | None = None,
-    reduce_dtype: torch.dtype | None = None,
 ) -> InferenceEngine:
     """This rank's target, ready for TapCapture: DeepSpeed's inference engine (``.module`` is transformers' decoder).
 
     ``group``: the tensor-parallel group of ``plan.tp`` ranks, None at degree 1. ``taps``: 0-based layer ids; without
     ``need_last_hidden`` the layers after the deepest tap and the final norm are neither built nor read.
-    ``reduce_dtype``: in which the ranks' partial sums are added, None: ``dtype``. All ranks of the default world must
-    call this together (see ``inference_engine``). Weights go slice by slice to ``device``; no more host memory is used
-    than the rank's share and the pages of one file.
+    All ranks of the default world must call this together (see ``inference_engine``). Weights go slice by slice to
+    ``device``; no more host memory is used than the rank's share and the pages of one file.
 
     Raises ConfigError for the user's mistakes (taps beyond the target, a broken checkpoint file by name), RunError when
     the plan or the loaded model is not what it has to be.
@@ -85,7 +83,7 @@ def load_target(
     depth = shape.num_layers if need_last_hidden else max(taps) + 1
     model = build_meta_model(shape, depth, need_last_hidden, dtype)
     full_shapes = parameter_shapes(model)
-    shard_model(model, shape, plan, tp_rank, group, reduce_dtype)
+    shard_model(model, shape, plan, tp_rank, group)
     load_parameters(model, full_shapes, checkpoint, plan, tp_rank, device, progress)
     rebuild_rotary(model, device)  # its buffers are on meta; the engine moves the module
     engine = inference_engine(model, dtype, group)

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from recipe.roles.tensor_parallel import ColumnShard, IdleMixer, RowShard, SumOverRanks, adopt_process_group
+from recipe.roles.tensor_parallel import (
+    ColumnShard,
+    GatherShard,
+    IdleMixer,
+    RowShard,
+    SumOverRanks,
+    adopt_process_group,
+)
 from recipe.shapes import TargetShape
 from recipe.target.shard_plan import Heads, RankPlan, ShardPlan
 
@@ -44,18 +51,10 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def shard_model(
-    model: nn.Module,
-    shape: TargetShape,
-    plan: ShardPlan,
-    rank: int,
-    group: ProcessGroup | None,
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
+def shard_model(model: nn.Module, shape: TargetShape, plan: ShardPlan, rank: int, group: ProcessGroup | None) -> None:
     """Replaces, in place, the linear layers of a meta model by ``rank``'s shards (still on meta).
 
-    ``reduce_dtype``: in which the ranks' partial sums are added; None: the model's own. At degree 1 the model stays
-    transformers' own, unchanged.
+    At degree 1 the model stays transformers' own, unchanged.
     """
     if plan.tp == 1:
         return
@@ -70,16 +69,29 @@ def shard_model(
             _shard_mixture(layer.mlp, part, group)
         else:
             _shard_mlp(layer.mlp, "mlp", part, group, reduce=True)
+        if plan.exact_sums:
+            _make_sums_exact(layer, shape, plan, group)
     _choose_experts_implementation(model, plan)
-    if reduce_dtype == torch.float32 and next(model.parameters()).dtype != torch.float32:
-        _add_in_float32(model)
 
 
-def _add_in_float32(model: nn.Module) -> None:
-    for module in model.modules():
-        for part in (module, *module._forward_hooks.values()):
-            if isinstance(part, RowShard | SumOverRanks):
-                part.in_float32 = True
+def _make_sums_exact(layer: Any, shape: TargetShape, plan: ShardPlan, group: ProcessGroup | None) -> None:
+    """Gathers in place of all-reduces, for the output rows of ``plan``. A mixture's ranks add in float32."""
+    outputs = [stop - start for start, stop in (rank.outputs or (0, 0) for rank in plan.ranks)]
+    value = shape.linear_value_head_dim or 0
+    brought = {
+        "o_proj": [rank.attention.count * shape.head_dim for rank in plan.ranks],
+        "out_proj": [rank.delta.count * value for rank in plan.ranks if rank.delta is not None],
+        "down_proj": [rank.mlp[1] - rank.mlp[0] for rank in plan.ranks],
+    }
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, ColumnShard):
+                child.fused_bias = True
+            if isinstance(child, RowShard) and child.reduce:  # its weight is cut by output rows already
+                setattr(parent, name, GatherShard(child.weight, child.bias, group, brought[name], outputs))
+        for hook in parent._forward_hooks.values():
+            if isinstance(hook, SumOverRanks):
+                hook.in_float32 = True
 
 
 def _shard_mlp(module: nn.Module, prefix: str, part: RankPlan, group: ProcessGroup | None, reduce: bool) -> None:
@@ -186,6 +198,8 @@ def _row(
     parent: nn.Module, prefix: str, name: str, part: RankPlan, group: ProcessGroup | None, reduce: bool = True
 ) -> RowShard:
     full = parent.get_submodule(name)
-    weight = _meta_parameter((full.weight.shape[0], part.cuts[f"{prefix}.{name}.weight"].size), full.weight.dtype)
-    bias = None if full.bias is None else _meta_parameter(tuple(full.bias.shape), full.bias.dtype)
+    cut, size = part.cuts[f"{prefix}.{name}.weight"], list(full.weight.shape)
+    size[cut.dim] = cut.size
+    weight = _meta_parameter(tuple(size), full.weight.dtype)
+    bias = None if full.bias is None else _meta_parameter((size[0],), full.bias.dtype)
     return RowShard(weight, bias, group, reduce)

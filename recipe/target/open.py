@@ -12,7 +12,7 @@ from recipe.target.architectures import ARCHITECTURES
 from recipe.target.loader import LoadProgress, load_target
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.shard_plan import ShardPlan
-from recipe.target.stock import load_stock, no_float32_sums
+from recipe.target.stock import load_stock, no_exact_sums
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine
@@ -31,32 +31,20 @@ def open_target(
     need_last_hidden: bool,
     progress: Callable[[LoadProgress], None] | None = None,
     revision: str | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    exact_sums: bool = False,
 ) -> InferenceEngine:
     """``load_target`` for every model type that transformers knows. ``progress`` is called for planned types only.
 
-    ``reduce_dtype``: in which the ranks' partial sums are added, None: ``dtype``; AutoTP knows no other. Raises
-    ConfigError also when soft labels are asked of a model that changes its logits behind the head: its
+    ``exact_sums``: no sum is split over ranks (`ShardPlan`); AutoTP cannot do so.
+
+    Raises ConfigError also when soft labels are asked of a model that changes its logits behind the head: its
     probabilities cannot be had from last hidden state and head alone.
     """
     if need_last_hidden:
         refuse_changed_logits(shape)
     if shape.model_type in ARCHITECTURES:
-        plan = ShardPlan.build(shape, tp)
-        return load_target(
-            path,
-            shape,
-            plan,
-            tp_rank,
-            group,
-            device,
-            dtype,
-            taps,
-            need_last_hidden,
-            progress,
-            revision,
-            reduce_dtype,
-        )
-    if tp > 1 and reduce_dtype not in (None, dtype):
-        raise no_float32_sums(shape)
+        plan = ShardPlan.build(shape, tp, exact_sums)
+        return load_target(path, shape, plan, tp_rank, group, device, dtype, taps, need_last_hidden, progress, revision)
+    if tp > 1 and exact_sums:
+        raise no_exact_sums(shape)
     return load_stock(path, shape, tp, group, device, dtype, taps, need_last_hidden, revision)

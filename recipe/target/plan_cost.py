@@ -51,16 +51,13 @@ def plan_table(
     need_last_hidden: bool = True,
     tflops: float = H200_TARGET_TFLOPS,
     all_reduce_gb_s: float = H200_ALL_REDUCE_GB_S,
-    reduce_bytes: int | None = None,
+    exact_sums: bool = False,
 ) -> list[PlanRow]:
-    """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count.
-
-    ``dtype_bytes``: of the model's dtype; ``reduce_bytes``: of the one in which ranks add, if another.
-    """
+    """One row per degree. Without ``need_last_hidden`` only the layers up to the deepest of ``taps`` count."""
     depth = shape.num_layers if need_last_hidden or not taps else max(taps) + 1
     speeds = (tflops * 1e12, all_reduce_gb_s * 1e9)
-    sizes = (dtype_bytes, reduce_bytes or dtype_bytes)
-    return [_row(shape, ShardPlan.build(shape, tp), depth, sizes, need_last_hidden, speeds) for tp in degrees]
+    plans = (ShardPlan.build(shape, tp, exact_sums) for tp in degrees)
+    return [_row(shape, plan, depth, dtype_bytes, need_last_hidden, speeds) for plan in plans]
 
 
 def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
@@ -69,18 +66,57 @@ def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, 
     """
     part, hidden, head = plan.ranks[rank], shape.hidden_size, shape.head_dim
     query_width = 3 if ARCHITECTURES[shape.model_type].gated else 2  # query (and gate) in, output back
-    attention = hidden * head * (query_width * part.attention.count + 2 * part.attention.shared_count)
-    result = {"full_attention": attention, "mlp": 3 * hidden * (part.mlp[1] - part.mlp[0])}
+    back = output_matrices(shape, plan, rank)
+    attention = hidden * head * ((query_width - 1) * part.attention.count + 2 * part.attention.shared_count)
+    attention += back["o_proj"]
+    result = {"full_attention": attention, "mlp": 2 * hidden * (part.mlp[1] - part.mlp[0]) + back["down_proj"]}
     result["sliding_attention"] = attention
     if shape.moe is not None:
         result["mixture"] = _mixture(shape, plan, rank, shape.moe.experts_per_token)
     if part.delta is not None:
         key, value = shape.linear_key_head_dim or 0, shape.linear_value_head_dim or 0
-        # value, gate z and output projection have one block per value head; b and a one row each
-        per_value_head = 3 * value + 2
-        keys = 2 * key * part.delta.shared_count
-        result["linear_attention"] = hidden * (keys + per_value_head * part.delta.count)
+        # value and gate z have one block per value head; b and a one row each
+        keys, per_value_head = 2 * key * part.delta.shared_count, 2 * value + 2
+        result["linear_attention"] = hidden * (keys + per_value_head * part.delta.count) + back["out_proj"]
     return result
+
+
+def output_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:
+    """Parameters of the projections back to the hidden size: this rank's input columns, or (exact sums) output rows."""
+    part, hidden = plan.ranks[rank], shape.hidden_size
+    held = {"o_proj": part.attention.count * shape.head_dim, "down_proj": part.mlp[1] - part.mlp[0], "out_proj": 0}
+    if part.delta is not None:
+        held["out_proj"] = part.delta.count * (shape.linear_value_head_dim or 0)
+    if part.outputs is None:
+        return {name: hidden * columns for name, columns in held.items()}
+    rows = part.outputs[1] - part.outputs[0]
+    return {name: rows * features for name, features in projected_features(shape).items()}
+
+
+def projected_features(shape: TargetShape) -> dict[str, int]:
+    """What the projections back to the hidden size read in the whole model."""
+    values = (shape.linear_num_value_heads or 0) * (shape.linear_value_head_dim or 0)
+    return {
+        "o_proj": shape.num_attention_heads * shape.head_dim,
+        "out_proj": values,
+        "down_proj": shape.intermediate_size,
+    }
+
+
+def sent_features(shape: TargetShape, plan: ShardPlan, layers: Sequence[tuple[str, bool]]) -> float:
+    """Features per token that a ring sends in all: a sum costs the hidden state twice (to be added, and the result).
+
+    With exact sums inputs and outputs are gathered; a mixture's sum goes in float32 and comes back in the model's own
+    dtype.
+    """
+    hidden = shape.hidden_size
+    if not plan.exact_sums:
+        return 4.0 * hidden * len(layers)
+    wide, total = projected_features(shape), 0.0
+    for kind, sparse in layers:
+        total += hidden + wide["out_proj" if kind == "linear_attention" else "o_proj"]
+        total += 3.0 * hidden if sparse else hidden + wide["down_proj"]
+    return total
 
 
 def _mixture(shape: TargetShape, plan: ShardPlan, rank: int, experts: int) -> int:
@@ -102,7 +138,7 @@ def rank_parameters(shape: TargetShape, plan: ShardPlan, rank: int, depth: int, 
         total += matrices[kind] + norms
         total += _mixture(shape, plan, rank, shape.moe.experts) if sparse and shape.moe else matrices["mlp"]
         if shape.text_config.get("mlp_bias") and not sparse:
-            total += 2 * (part.mlp[1] - part.mlp[0]) + hidden
+            total += 2 * (part.mlp[1] - part.mlp[0]) + _outputs(shape, plan, rank)
         if kind == "linear_attention":
             total += _delta_vectors(shape, plan, rank)
         else:
@@ -116,10 +152,16 @@ def mixers_and_mixtures(shape: TargetShape, depth: int) -> list[tuple[str, bool]
     return list(zip(shape.layer_types[:depth], sparse[:depth], strict=True))
 
 
+def _outputs(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
+    """Hidden features whose bias ``rank`` holds."""
+    start, stop = plan.ranks[rank].outputs or (0, shape.hidden_size)
+    return stop - start
+
+
 def _attention_vectors(shape: TargetShape, plan: ShardPlan, rank: int) -> int:
     heads, head, architecture = plan.ranks[rank].attention, shape.head_dim, ARCHITECTURES[shape.model_type]
     biases = attention_biases(shape)
-    output_bias = shape.hidden_size if "o_proj" in biases else 0  # held by a rank without heads too
+    output_bias = _outputs(shape, plan, rank) if "o_proj" in biases else 0  # held by a rank without heads too
     if heads.count == 0:
         return output_bias
     queries = heads.count * (2 if architecture.gated else 1)
@@ -140,7 +182,7 @@ def _row(
     shape: TargetShape,
     plan: ShardPlan,
     depth: int,
-    sizes: tuple[int, int],
+    dtype_bytes: int,
     final_norm: bool,
     speeds: tuple[float, float],
 ) -> PlanRow:
@@ -153,9 +195,7 @@ def _row(
         return sum(layer[kind] + layer["mixture" if sparse else "mlp"] for kind, sparse in layers)
 
     efficiency = model_sum(whole) / tp / model_sum(slowest)
-    # a ring all-reduce sends (tp-1)/tp of the hidden state to be added and as much of the sum, twice a layer
-    dtype_bytes, reduce_bytes = sizes
-    all_reduce = round(2 * depth * shape.hidden_size * (reduce_bytes + dtype_bytes) * (tp - 1) / tp)
+    all_reduce = round(sent_features(shape, plan, layers) * dtype_bytes * (tp - 1) / tp)
     mixture = shape.moe is not None and any(sparse for _, sparse in layers)
     columns = [(rank.experts or (0, 0)) if mixture else rank.mlp for rank in plan.ranks]
     deltas = [rank.delta for rank in plan.ranks if rank.delta is not None]

@@ -70,8 +70,7 @@ def build_plan(args: argparse.Namespace) -> dict[str, Any]:
     ours = config.dflash
     degrees = range(1, 9) if args.tp is None else (args.tp,)
     size, last, taps = DTYPE_BYTES[ours.target.dtype], ours.objective.soft_labels, ours.target.target_layer_ids
-    reduce_dtype = ours.target.reduce_dtype or ours.target.dtype
-    rates = (args.tflops, args.all_reduce_gb_s, DTYPE_BYTES[reduce_dtype])
+    rates = (args.tflops, args.all_reduce_gb_s, ours.target.exact_sums)
     rows = plan_table(shape, degrees, size, taps, last, *rates)
     possible = plan_table(shape, range(1, min(gpus, 9)), size, taps, last, *rates) if args.tp is None else rows
     flop = drafter_flop_per_token(config, shape)
@@ -83,7 +82,7 @@ def build_plan(args: argparse.Namespace) -> dict[str, Any]:
         "layout": _layout_of(config),
         "ring_bytes": ring_size(config, shape).bytes,
         "reuse": ours.ring.reuse,
-        "reduce_dtype": reduce_dtype,
+        "exact_sums": ours.target.exact_sums,
         "tflops": args.tflops,
         "drafter_tflops": args.drafter_tflops,
         "all_reduce_gb_s": args.all_reduce_gb_s,
@@ -116,7 +115,8 @@ def print_table(plan: dict[str, Any]) -> None:
             f"  {max(row['rank_bytes']) / 1e9:14.2f}"
             f"  {row['all_reduce_bytes'] / 1e3:19.0f}  {row['tokens_per_s']:10,.0f}  {heads}; {columns}"
         )
-    print(f"partial sums are added in {plan['reduce_dtype']} (dflash.target.reduce_dtype)")
+    if plan["exact_sums"]:
+        print("exact sums: inputs are gathered and no sum is split over ranks (all-reduce stands for the gathers)")
     if len(plan["degrees"]) == 1:
         _print_ranks(plan["degrees"][0])
     print(f"ring: {plan['ring_bytes'] / 1e9:.1f} GB in /dev/shm")

@@ -44,7 +44,7 @@ def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], Loop
         scene.soft_labels or evaluator is not None,
         loading,
         target.revision,
-        scene.reduce_dtype,
+        target.exact_sums,
     )
 
     def produced(batches: int, tokens: int) -> None:

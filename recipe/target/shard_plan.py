@@ -5,7 +5,8 @@ every rank that needs them; the MLP is cut in grains. Of a mixture of experts ev
 expert, so that its share of the work does not depend on which experts the tokens choose.
 
 Column-cut layers (q, k, v, gate, up, in_proj_*) take rows of the weight, row-cut layers (o, out, down) the matching
-columns, and their products are summed over the ranks.
+columns, and their products are summed over the ranks. With exact sums the latter are cut by output rows instead, and
+inputs and outputs are gathered: no sum is split over ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REPLICATED = (
     "linear_attn.norm.weight",
     "mlp.gate.weight",  # the router: each rank must choose the same experts
     "mlp.shared_expert_gate.weight",
-    *(f"{module}.bias" for module in ROW_CUT),
+    *(f"{module}.bias" for module in ROW_CUT),  # unless cut by output
 )
 Range = tuple[int, int]
 
@@ -86,7 +87,7 @@ class Heads:
 class RankPlan:
     """What one rank holds. ``delta`` is None for a model without DeltaNet. ``mlp``: columns of a dense MLP;
     ``experts``: of each expert of a mixture, ``shared_expert``: of the one that every token passes (None: there is
-    none). ``cuts``: parameter name inside a layer -> Cut.
+    none). ``outputs``: hidden features that it makes, with exact sums. ``cuts``: parameter name inside a layer -> Cut.
     """
 
     rank: int
@@ -96,18 +97,22 @@ class RankPlan:
     cuts: dict[str, Cut]
     experts: Range | None = None
     shared_expert: Range | None = None
+    outputs: Range | None = None
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One RankPlan per rank of a tensor-parallel group of ``tp``."""
+    """One RankPlan per rank of a tensor-parallel group of ``tp``. ``exact_sums``: o, out and down projections are cut
+    by output rows, and no sum is split over ranks (of a mixture's experts it is).
+    """
 
     model_type: str
     tp: int
     ranks: tuple[RankPlan, ...]
+    exact_sums: bool = False
 
     @classmethod
-    def build(cls, shape: TargetShape, tp: int) -> ShardPlan:
+    def build(cls, shape: TargetShape, tp: int, exact_sums: bool = False) -> ShardPlan:
         """The plan for any ``tp`` ≥ 1. ConfigError names a model type that cannot be sharded."""
         if tp < 1:
             raise ConfigError("dflash.layout.target_tp", tp, "a tensor-parallel degree is at least 1", "use 1 or more")
@@ -123,17 +128,19 @@ class ShardPlan:
             values = split_heads(shape.linear_num_value_heads or 0, shape.linear_num_key_heads or 1, tp)
         dense = split_columns(shape.intermediate_size, tp)
         experts, shared = _split_mixture(shape, tp)
-        parts = zip(queries, values, dense, experts, shared, strict=True)
+        exact_sums = exact_sums and tp > 1
+        outputs: Sequence[Range | None] = split_columns(shape.hidden_size, tp) if exact_sums else [None] * tp
+        parts = zip(queries, values, dense, experts, shared, outputs, strict=True)
         ranks = tuple(
-            RankPlan(i, attention, delta, mlp, _cuts(shape, attention, delta, mlp, own, always), own, always)
-            for i, (attention, delta, mlp, own, always) in enumerate(parts)
+            RankPlan(i, attention, delta, mlp, _cuts(shape, attention, delta, mlp, own, always, out), own, always, out)
+            for i, (attention, delta, mlp, own, always, out) in enumerate(parts)
         )
-        return cls(shape.model_type, tp, ranks)
+        return cls(shape.model_type, tp, ranks, exact_sums)
 
     def cut(self, rank: int, name: str) -> Cut | None:
         """What ``rank`` holds of parameter ``name`` ("layers.3.mlp.up_proj.weight"); None: the whole of it."""
         inner = inside_layer(name)
-        if inner in REPLICATED:
+        if inner in REPLICATED and inner not in self.ranks[rank].cuts:
             return None
         try:
             return self.ranks[rank].cuts[inner]
@@ -167,8 +174,10 @@ class ShardPlan:
             own, shared = [r.experts or (0, 0) for r in self.ranks], [r.shared_expert or (0, 0) for r in self.ranks]
             _verify_partition("columns of each expert", own, shape.moe.intermediate_size)
             _verify_partition("columns of the shared expert", shared, shape.moe.shared_intermediate_size)
+        if self.exact_sums:
+            _verify_partition("hidden features", [r.outputs or (0, 0) for r in self.ranks], shape.hidden_size)
         for rank in self.ranks:
-            wanted = _cuts(shape, rank.attention, rank.delta, rank.mlp, rank.experts, rank.shared_expert)
+            wanted = _cuts(shape, rank.attention, rank.delta, rank.mlp, rank.experts, rank.shared_expert, rank.outputs)
             for name in wanted.keys() | rank.cuts.keys():
                 if rank.cuts.get(name) != wanted.get(name):
                     raise RunError(
@@ -243,6 +252,7 @@ def _cuts(
     mlp: Range,
     experts: Range | None,
     shared_expert: Range | None,
+    outputs: Range | None,
 ) -> dict[str, Cut]:
     """Layer-internal parameter name -> Cut, for every parameter that is not replicated."""
     head = shape.head_dim
@@ -272,7 +282,10 @@ def _cuts(
     for module, ranges in rows.items():
         cuts[f"{module}.weight"] = cuts[f"{module}.bias"] = Cut(0, ranges)
     for module, columns_held in columns.items():
-        cuts[f"{module}.weight"] = Cut(1, (columns_held,))
+        if outputs is None or module not in ROW_CUT:
+            cuts[f"{module}.weight"] = Cut(1, (columns_held,))
+        else:
+            cuts[f"{module}.weight"] = cuts[f"{module}.bias"] = Cut(0, (outputs,))
     return cuts
 
 

@@ -164,10 +164,10 @@ def refusal(shape: TargetShape, tp: int, what: str) -> ConfigError:
     return ConfigError("dflash.layout.target_tp", tp, rule, f"use 1 or another degree, or a target of: {planned}")
 
 
-def no_float32_sums(shape: TargetShape) -> ConfigError:
-    """What the user reads who asks AutoTP to add in another dtype than the model's."""
-    rule = f"{shape.model_type} is sharded by DeepSpeed's AutoTP, which adds in the model's dtype"
-    return ConfigError("dflash.target.reduce_dtype", "float32", rule, "set it to null")
+def no_exact_sums(shape: TargetShape) -> ConfigError:
+    """What the user reads who asks it of AutoTP."""
+    rule = f"{shape.model_type} is sharded by DeepSpeed's AutoTP, which adds up the ranks' parts"
+    return ConfigError("dflash.target.exact_sums", True, rule, "set it to false")
 
 
 def _layer_bytes(decoder: nn.Module) -> int:

@@ -125,6 +125,9 @@ def indices_at(tp: int) -> list[int]:
     ]
 
 
+EXACT_DEGREES = (2, 5)  # with exact_sums too
+
+
 def taps_of(layers: int) -> list[int]:
     return [0, layers - 2]
 
@@ -208,11 +211,24 @@ def run_rank(rank: int, tp: int, root: Path, store: str) -> None:
             trimmed_taps = TapCapture(trimmed, taps).capture(batch())
         held = sum(p.nbytes for p in engine.module.parameters())
         assert held == rank_parameters(shape, plan, rank, shape.num_layers, final_norm=True) * 4, "the plan's bytes"
-        results[index] = (padded, solo, trimmed_taps, held, seen[-1].layers_done)
+        exact = exact_sums(rank, tp, root, index, group) if tp in EXACT_DEGREES else []
+        results[index] = (padded, solo, trimmed_taps, held, seen[-1].layers_done, exact)
     torch.save(results, root / f"result-{tp}-{rank}")
     if group is not None:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def exact_sums(rank: int, tp: int, root: Path, index: int, group: Any) -> list[torch.Tensor]:
+    """The padded batch once more, with no sum split over ranks."""
+    shape = TargetShape.resolve(str(root / str(index)))
+    plan, taps = ShardPlan.build(shape, tp, exact_sums=True), taps_of(shape.num_layers)
+    engine = load_target(root / str(index), shape, plan, rank, group, "cpu", torch.float32, taps, True)
+    held = sum(p.nbytes for p in engine.module.parameters())
+    assert held == rank_parameters(shape, plan, rank, shape.num_layers, final_norm=True) * 4, "the exact plan's bytes"
+    kinds = {type(module).__name__ for module in engine.module.modules()}
+    assert "GatherShard" in kinds and ("RowShard" not in kinds or shape.moe is not None)
+    return TapCapture(engine, taps, need_last_hidden=True).capture(batch())
 
 
 def launch(tp: int, root: Path) -> list[Any]:
@@ -243,19 +259,22 @@ def test_every_degree_equals_plain_transformers(saved: Path, tp: int) -> None:
     for index in indices_at(tp):
         name, (_, settings, bound) = list(MODELS.items())[index]
         reference, whole = torch.load(saved / f"{index}.reference")
-        padded, solo, trimmed, _, layers_done = ranks[0][index]
+        padded, solo, trimmed, _, layers_done, exact = ranks[0][index]
         assert layers_done == settings["num_hidden_layers"]
         worst = 0.0
         for row, length in enumerate(LENGTHS):
             for state, expected in enumerate(reference[row]):
                 worst = max(worst, relative_error(padded[state][row, :length], expected))
                 worst = max(worst, relative_error(solo[row][state][0], expected))
+                if tp in EXACT_DEGREES:
+                    worst = max(worst, relative_error(exact[state][row, :length], expected))
         print(f"tp={tp} {name}: max relative error {worst:.1e}")
         assert worst <= bound, f"{name}: {worst}"
         if index in TRIMMED:
             assert all(torch.equal(a, b) for a, b in zip(trimmed, padded[:-1], strict=True)), "trimming changed a tap"
         for other in ranks[1:]:
             assert all(torch.equal(a, b) for a, b in zip(other[index][0], padded, strict=True)), "ranks disagree"
+            assert all(torch.equal(a, b) for a, b in zip(other[index][5], exact, strict=True)), "ranks disagree"
         if tp > 1:  # a sharded target, not the whole of it on every rank
             assert max(rank[index][3] for rank in ranks) < whole
 
