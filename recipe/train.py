@@ -48,6 +48,7 @@ def leave_together(watch: NodeWatch, error: Exception) -> NoReturn:
     from recipe.roles import last_words
 
     watch.stop()
+    watch.say_farewell(watch.report(watch.rank, str(error), 2))
     if watch.local_rank == 0:
         last_words.say({"code": 2, "cause": str(error)}, None)
     else:
@@ -58,9 +59,9 @@ def leave_together(watch: NodeWatch, error: Exception) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # Before any import that may start a thread: SIGTERM and SIGINT are blocked everywhere and left to the watchdog,
-    # which answers them even while the main thread sits in a collective.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    # Before any import that may start a thread: SIGTERM, SIGINT and SIGHUP are blocked everywhere and left to the
+    # watchdog, which answers them even while the main thread sits in a collective.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     quieten()
     args = parse_arguments(argv)
     from recipe.roles import last_words
@@ -84,7 +85,9 @@ def main(argv: list[str] | None = None) -> None:
         leave_together(watch, error)
     except RunError as error:  # the control store could not be reached, or is another launch's
         watch.stop()
-        last_words.say(watch.report(watch.rank, str(error)), None)
+        report = watch.departure() or watch.report(watch.rank, str(error))
+        watch.say_farewell(report)
+        last_words.say(report, None)
         os._exit(1)
     launch.run()
 

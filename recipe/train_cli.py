@@ -136,15 +136,17 @@ def _launch(command: list[str]) -> tuple[int, str]:
         words = Path(folder) / "last_words"
         environment = dict(os.environ, PYTHONUNBUFFERED="1", **{last_words.VARIABLE: f"{os.getpid()}:{words}"})
         runner = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
-        code = _see_through(runner)
+        code = _see_through(runner, words)
         wait_for_children(others, LINGER_S)
         return code, words.read_text(encoding="utf-8").strip() if words.exists() else ""
 
 
-def _see_through(runner: subprocess.Popen[bytes]) -> int:
-    """Wait for the launcher's end, handing on what is meant for it."""
+def _see_through(runner: subprocess.Popen[bytes], words: Path) -> int:
+    """Wait for the launcher's end, handing on what is meant for it, after a note of that for the ranks."""
+    from recipe.roles.last_words import note_signal
 
     def forward(signum: int, _frame: object) -> None:
+        note_signal(words, signal.Signals(signum))
         with contextlib.suppress(ProcessLookupError):
             runner.send_signal(signum)
 

@@ -16,13 +16,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from recipe.roles import last_words, process
+from recipe.roles.farewell import Farewells
 
 LOOK_S = 0.2
 STOPPED_S = 10.0  # a sibling in state T (stopped) for this long is hung
 STARVED_S = 5.0  # a look that comes this late: this very process was stopped (Ctrl-Z) or starved
 GRACE_S = 0.5  # before the store is reached: for the first rank, to say a mistake in the config before it is ended
 ASSEMBLE_S = 60.0  # all siblings must have been seen alive at once by then
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TAKEN_APART_S = 0.5  # for the kernel to make a zombie of a process that is killed
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FROM_KERNEL = 0x80  # si_code of a terminal's Ctrl-C
+GONE = "it is gone: killed, or told to end"
+ENDED_BY_LAUNCHER = "SIGTERM"
 
 Report = dict[str, Any]
 
@@ -48,9 +53,15 @@ class NodeWatch:
         self._started = time.monotonic()
         self._stopped_since: dict[int, float] = {}
         self._departed: dict[int, str] = {}
+        self._judging = threading.Lock()
+        self._first_farewell: Report | None = None
+        self._blamed: int | None = None
         self._seen: set[tuple[int, int]] = set()
         self._launcher = os.getppid()
         self._runner = process.parent_of(self._launcher)
+        self._farewells = Farewells(self._launcher, self.rank)
+        self._caller = last_words.command_line()
+        self._caller_ticks = process.start_ticks(self._caller[0]) if self._caller else None
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
         self._thread.start()
@@ -76,22 +87,60 @@ class NodeWatch:
         """What everybody is told: the rank to blame, its role, the cause, the exit code of the whole run."""
         return {"rank": rank, "role": self.names.get(rank, ""), "cause": cause, "code": code}
 
-    def dead_sibling(self) -> Report | None:
-        """A rank of this node whose process is gone. Of several at once the one to blame: when a rank has died, the
-        launcher ends the others from the lowest up, so a dead rank above a living one was not ended by it."""
-        gone = sorted(rank for rank, (pid, ticks) in self.siblings.items() if process.start_ticks(pid) != ticks)
-        if not gone:
-            return None
-        below = {rank for rank in (*self.siblings, self.rank) if rank < gone[-1]}
-        rank = gone[0] if below <= set(gone) else gone[-1]
-        pid, ticks = self.siblings[rank]
-        how = self._departed.setdefault(rank, process.how_it_ended(pid, ticks) or "killed, or it left before the end")
-        return self.report(rank, f"its process (pid {pid}) is gone: {how}")
+    def departure(self) -> Report | None:
+        """Why a rank of this node has left or leaves; None when none does.
+
+        The dead are looked for first and what they have said after that: whoever left by itself has been heard then.
+        The first farewell decides, because its rank looked at the dead when there were fewer of them.
+        """
+        with self._judging:
+            gone = [rank for rank in self.siblings if self._is_gone(rank)]
+            for rank, report in self._farewells.receive():
+                if rank != self.rank and self._first_farewell is None:
+                    self._first_farewell = report
+            if self._first_farewell is not None:
+                return self._first_farewell
+            for rank in gone:
+                self._departed.setdefault(rank, self._how(rank))
+            if self._departed and self._blamed is None:
+                self._blamed = self._blame(self._departed)  # and stays so: who dies later is a consequence
+            if self._blamed is None:
+                return None
+            pid, how = self.siblings[self._blamed][0], self._departed[self._blamed]
+            return self.report(self._blamed, f"its process (pid {pid}) is gone: {how}")
+
+    def say_farewell(self, report: Report) -> None:
+        """Call it before this rank leaves early, whatever the reason."""
+        ranks = range(self.rank - self.local_rank, self.rank - self.local_rank + self.local_size)
+        self._farewells.send(report, (rank for rank in ranks if rank != self.rank))
 
     def lives(self, rank: int) -> bool:
         """Whether ``rank`` is a sibling whose process runs and is not stopped."""
-        pid, ticks = self.siblings.get(rank, (0, -1))
-        return process.start_ticks(pid) == ticks and not process.is_stopped(pid)
+        return rank in self.siblings and not self._is_gone(rank) and not process.is_stopped(self.siblings[rank][0])
+
+    def _is_gone(self, rank: int) -> bool:
+        pid, ticks = self.siblings[rank]
+        return process.start_ticks(pid) != ticks or process.is_leaving(pid)
+
+    def _how(self, rank: int) -> str:
+        """How a process ended, for as long as its parent has not asked; one that is being taken apart is waited for."""
+        pid, ticks = self.siblings[rank]
+        deadline = time.monotonic() + TAKEN_APART_S
+        while (how := process.how_it_ended(pid, ticks)) is None and process.start_ticks(pid) == ticks:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return how or "killed, or it left before the end"
+
+    def _blame(self, departed: Mapping[int, str]) -> int:
+        """One of those who died and said nothing: nobody of them ended itself.
+
+        When a rank has died, the launcher ends the others with SIGTERM, from the lowest up: a rank that something else
+        ended comes first, then one above a living one.
+        """
+        ranks = sorted(rank for rank in departed if ENDED_BY_LAUNCHER not in departed[rank]) or sorted(departed)
+        below = {rank for rank in (*self.siblings, self.rank) if rank < ranks[-1]}
+        return ranks[0] if below <= set(departed) else ranks[-1]
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +156,7 @@ class NodeWatch:
             found = self.look(now) or self._look(now)
             if found is None and caught is not None:
                 time.sleep(LOOK_S)  # the kernel sends it when the launcher dies, a moment before that can be seen
-                found = self.look(now) or self._look(now) or self._explain(signal.Signals(caught.si_signo))
+                found = self.look(now) or self._look(now) or self._explain(caught)
             if found is not None and not self._finished.is_set():
                 self.end(found)
 
@@ -116,14 +165,30 @@ class NodeWatch:
             missing = self._find_siblings(now)
             if missing is not None:
                 return missing
-        gone = self.dead_sibling() or self._stopped_sibling(now)
-        if gone is not None:
-            return gone
+        return self.departure() or self._stopped_sibling(now) or self._above()
+
+    def _above(self) -> Report | None:
+        """The command line, the deepspeed runner or its launcher is gone. Whatever happens to the command line takes
+        the others along, so it comes first."""
+        if self._caller_ticks is not None and self._caller and process.start_ticks(self._caller[0]) is None:
+            return self._outside(f"the command line (pid {self._caller[0]})", GONE)
         if os.getppid() != self._launcher:
-            return self.report(self.rank, "the deepspeed launcher above it died")
+            return self._told() or self._outside(f"the deepspeed launcher (pid {self._launcher})", GONE)
         if self._runner not in (None, 0, 1) and process.parent_of(self._launcher) != self._runner:
-            return self.report(self.rank, "the deepspeed runner above its launcher died")
+            return self._told() or self._outside(f"the deepspeed runner (pid {self._runner})", GONE)
         return None
+
+    def _told(self) -> Report | None:
+        """The command line got a signal and has handed it on."""
+        if self._caller is None:
+            return None
+        pid, words = self._caller
+        noted = last_words.noted_signal(words)
+        return self._outside(f"the command line (pid {pid})", noted) if noted else None
+
+    def _outside(self, who: str, cause: str, code: int = 1) -> Report:
+        """No rank is to blame: this one has only seen it."""
+        return {**self.report(self.rank, cause, code), "who": who}
 
     def _find_siblings(self, now: float) -> Report | None:
         """All children that the launcher has ever had, once they are as many as its environment says."""
@@ -161,13 +226,22 @@ class NodeWatch:
                 return self.report(rank, f"no progress for {self.stopped_s:.0f} s: pid {pid} is stopped (SIGSTOP)")
         return None
 
-    def _explain(self, signum: signal.Signals) -> Report:
+    def _explain(self, caught: signal.struct_siginfo) -> Report:
+        """A signal, and nobody is gone: the launcher hands on what it was told, a terminal speaks to all of them."""
         if not self.siblings and self.local_size > 1:  # the launcher sends it too, when somebody has left
             incomplete = self._incomplete()
             if incomplete is not None:
                 return incomplete
-        who = "interrupted (Ctrl-C)" if signum == signal.SIGINT else "it was told to end (SIGTERM)"
-        return self.report(self.rank, who, 128 + int(signum))
+        signum = signal.Signals(caught.si_signo)
+        heard, code = last_words.HEARD[signum], 128 + int(signum)
+        told = self._told()
+        if told is not None:
+            return {**told, "code": code}
+        if caught.si_code == FROM_KERNEL or signum == signal.SIGHUP:
+            return self._outside("the terminal", heard, code)
+        if caught.si_pid == self._launcher:
+            return self._outside(f"the deepspeed launcher (pid {self._launcher})", "it was told to end", code)
+        return self.report(self.rank, heard, code)
 
     def _end_early(self, report: Report) -> None:
         """Before there is a watchdog. The launcher ends one process after the other, so nobody may take long."""
@@ -175,10 +249,12 @@ class NodeWatch:
             self._finished.wait(GRACE_S)
         if self._finished.is_set() or not self._early:
             return  # it has been said, or the watchdog has come, which looks again
-        if "exit code 2 " in report["cause"]:  # a mistake in the config, said already
+        report = self.departure() or report
+        self.say_farewell(report)
+        if report["code"] == 2 or "exit code 2 " in report["cause"]:  # a mistake in the config, said already
             os._exit(2)
-        if report["rank"] == self.rank or not any(self.lives(rank) for rank in self.siblings if rank < self.rank):
-            last_words.say(report, None)
+        lowest = not any(self.lives(rank) for rank in self.siblings if rank < self.rank)
+        last_words.say(report, None, loud=report["rank"] == self.rank or lowest)
         for pid, ticks in self.siblings.values():
             if process.is_stopped(pid):
                 process.end(pid, ticks)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+#: PF_EXITING, PF_POSTCOREDUMP, PF_DUMPCORE, PF_SIGNALED of the kernel's include/linux/sched.h
+LEAVING_FLAGS = 0x4 | 0x8 | 0x200 | 0x400
 
 
 def _stat(pid: int) -> list[bytes] | None:
@@ -35,6 +37,15 @@ def is_stopped(pid: int) -> bool:
     """Whether the process is stopped (SIGSTOP, a debugger)."""
     fields = _stat(pid)
     return fields is not None and fields[0] in (b"T", b"t")
+
+
+def is_leaving(pid: int) -> bool:
+    """Whether the kernel takes the process apart (killed, crashed, exiting) while it is not a zombie yet.
+
+    Its connections are closed some time before that: a second and more with tens of GB of memory or with a GPU.
+    """
+    fields = _stat(pid)
+    return fields is not None and bool(int(fields[6]) & LEAVING_FLAGS)
 
 
 def parent_of(pid: int) -> int | None:

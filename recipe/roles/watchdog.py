@@ -131,7 +131,7 @@ class Watchdog:
 
     def sibling_left(self) -> bool:
         """After `finish`: whether a rank of this node is gone already."""
-        return self._watch.dead_sibling() is not None
+        return self._watch.departure() is not None
 
     # -- what the node's watch asks ----------------------------------------------------------------------------------
 
@@ -140,11 +140,11 @@ class Watchdog:
             return self._flag
         with self._lock:
             stuck_s, silent_s, phase = now - self._progress_at, now - self._answer_at, self._phase["phase"]
-        if stuck_s > self._limit(phase):
-            return self._blame_for_a_hang(stuck_s, phase)
-        gone = self._watch.dead_sibling()
+        gone = self._watch.departure()
         if gone is not None:
             return gone
+        if stuck_s > self._limit(phase):
+            return self._blame_for_a_hang(stuck_s, phase)
         if self._store_lost and (self.role.rank == 0 or self._watch.lives(0)):
             return self._watch.report(self.role.rank, "it lost its connection to the control store, which lives")
         if self._store_lost:
@@ -184,7 +184,7 @@ class Watchdog:
         """A dead peer first shows as an error of a collective or of the store; look who is really gone."""
         deadline = time.monotonic() + patience_s
         while True:
-            found = self._flag or self._watch.dead_sibling()
+            found = self._flag or self._watch.departure()
             if found is not None or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
@@ -262,10 +262,13 @@ class Watchdog:
             time.sleep(60)  # another thread of this process is ending it already
         code = int(report.get("code", 1)) or 1
         try:
+            self._watch.say_farewell(report)  # before anybody can see this rank go
             stopped = self._wake_stopped()
-            if self._speaks(report, code):
-                last_words.say(report, self.run_dir)
+            if code != 2 or report["rank"] == self.role.rank:
+                last_words.say(report, self.run_dir, loud=self._speaks(report))
             report = {**report, "line": last_words.line(report, self.run_dir)}
+            if report.get("who"):  # for the files: no rank died
+                report |= {"rank": None, "role": report["who"], "cause": last_words.cause(report)}
             if self.run_dir is not None and str(report["cause"]).startswith("no "):
                 self._dump_stacks(self.run_dir)
             for callback in self.on_end:
@@ -276,11 +279,11 @@ class Watchdog:
         finally:
             os._exit(code)
 
-    def _speaks(self, report: Report, code: int) -> bool:
+    def _speaks(self, report: Report) -> bool:
         """One line on the terminal of a node: of the rank to blame, or of the lowest that lives."""
         rank = int(report["rank"])
-        if rank == self.role.rank or code == 2:
-            return rank == self.role.rank
+        if rank == self.role.rank:
+            return True
         if self._watch.lives(rank):
             return False
         return not any(self._watch.lives(other) for other in self._watch.siblings if other < self.role.rank)

@@ -233,7 +233,9 @@ def mark_dead(run_dir: RunDir, rank: int | None, role: str | None, cause: str, l
 
 
 def _death(rank: int | None, role: str | None, cause: str) -> str:
-    who = f"rank {rank}" + (f" ({role})" if role else "") if rank is not None else role or "the run"
+    if rank is None and role:  # the command line, the launcher: what happened to it is the cause
+        return f"{role}: {cause}"
+    who = "the run" if rank is None else f"rank {rank}" + (f" ({role})" if role else "")
     return f"{who} died: {cause}"
 
 

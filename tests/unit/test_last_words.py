@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from recipe.roles import last_words, process
+from recipe.roles.farewell import Farewells
 from recipe.roles.node_watch import NodeWatch
 
 REPORT = {"rank": 2, "role": "drafter 0, node 0", "cause": "it is gone", "code": 1}
@@ -130,31 +134,149 @@ def test_a_sibling_is_found_without_any_store(scene: signal.Signals, words: str)
         assert line.startswith("5 drafter 1 ") and words in line, line
 
 
+# -- who is to blame, in every order of events ------------------------------------------------------------------------
+
+
+@dataclass
+class Node:
+    """Three siblings (ranks 0 to 2) of rank 3, whose watch is asked; each can say farewell and die."""
+
+    watch: NodeWatch
+    sleepers: dict[int, subprocess.Popen[bytes]]
+
+    def die(self, rank: int, how: signal.Signals = signal.SIGKILL, asked: bool = False) -> None:
+        """``asked``: the launcher has asked for the exit code, and nobody can say any more how it ended."""
+        self.sleepers[rank].send_signal(how)
+        while process.start_ticks(self.sleepers[rank].pid) is not None:
+            time.sleep(0.01)
+        if asked:
+            self.sleepers[rank].wait()
+
+    def say(self, rank: int, blamed: int, cause: str = "it is gone") -> None:
+        Farewells(os.getpid(), rank).send({"rank": blamed, "role": "", "cause": cause, "code": 1}, [3])
+
+    def blames(self) -> int | None:
+        report = self.watch.departure()
+        return None if report is None else int(report["rank"])
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(os, "getppid", os.getpid)  # this process is the launcher of its children
+    watch = NodeWatch({"RANK": "3", "LOCAL_RANK": "3", "LOCAL_SIZE": "1"})
+    watch.stop()
+    sleepers = {rank: subprocess.Popen(["sleep", "60"]) for rank in range(3)}
+    for rank, sleeper in sleepers.items():
+        watch.siblings[rank] = (sleeper.pid, process.start_ticks(sleeper.pid) or -1)
+    assert watch.departure() is None
+    yield Node(watch, sleepers)
+    watch._farewells.close()
+    for sleeper in sleepers.values():
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_who_has_said_farewell_is_not_the_cause(node: Node, victim: int, asked: bool) -> None:
+    """The others have left because of it before this rank looks: whatever their order and whoever is still there."""
+    node.die(victim, asked=asked)
+    others = [rank for rank in (2, 1, 0) if rank != victim]
+    for other in others:
+        node.say(other, blamed=victim)
+        node.die(other, asked=asked)
+    assert node.blames() == victim
+
+
+def test_a_farewell_comes_before_the_death_is_seen(node: Node) -> None:
+    """Rank 2 has seen that rank 0 died; this rank hears of it while all of them seem to live."""
+    node.say(2, blamed=0)
+    assert node.blames() == 0
+    node.die(2)
+    node.die(0)
+    node.say(1, blamed=2)
+    assert node.blames() == 0, "the first farewell decides"
+
+
+def test_its_own_error_is_its_own_fault(node: Node) -> None:
+    node.say(1, blamed=1, cause="ZeroDivisionError: planted")
+    node.die(1, asked=True)
+    node.die(0, signal.SIGTERM)  # by the launcher
+    report = node.watch.departure()
+    assert report is not None and report["rank"] == 1 and "planted" in report["cause"]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_who_was_ended_by_the_launcher_is_not_the_cause(node: Node, victim: int) -> None:
+    """So early that nobody could say anything: SIGTERM comes from the launcher, because somebody had died."""
+    for rank in range(3):
+        node.die(rank, signal.SIGSEGV if rank == victim else signal.SIGTERM)
+    assert node.blames() == victim
+
+
+def test_who_was_seen_dead_first_stays_to_blame(node: Node) -> None:
+    node.die(1, asked=True)
+    assert node.blames() == 1
+    node.die(2, asked=True)
+    node.die(0, asked=True)
+    assert node.blames() == 1
+
+
+@pytest.mark.parametrize(("dead", "blamed"), [((2,), 2), ((0, 2), 2), ((0, 1), 0), ((1, 2), 2)])
+def test_the_launcher_ends_the_lowest_first(node: Node, dead: tuple[int, ...], blamed: int) -> None:
+    """Nothing is known but who is gone: a dead rank above a living one was not ended by the launcher."""
+    for rank in dead:
+        node.die(rank, asked=True)
+    assert node.blames() == blamed
+
+
+def test_only_this_users_processes_are_heard(node: Node) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        node.say(2, blamed=1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"not json", node.watch._farewells._group + "3")
+    assert node.blames() is None
+    node.say(2, blamed=1)
+    assert node.blames() == 1
+
+
 @pytest.mark.parametrize(
-    ("dead", "blamed"),
+    ("signum", "words"),
     [
-        ((2,), 2),
-        ((0, 2), 2),  # rank 1 lives: the launcher, which ends the lowest first, has not come to rank 2 yet
-        ((0, 1), 0),
-        ((1, 2), 2),
+        (None, "the command line (pid {pid}): it is gone"),
+        (signal.SIGTERM, "the command line (pid {pid}): it was told to end (SIGTERM), seen by rank 3"),
+        (signal.SIGINT, "the command line (pid {pid}): interrupted (Ctrl-C, SIGINT), seen by rank 3"),
     ],
 )
-def test_of_several_dead_the_one_is_blamed_that_the_launcher_did_not_end(dead: tuple[int, ...], blamed: int) -> None:
-    sleepers = {rank: subprocess.Popen(["sleep", "60"]) for rank in range(3)}
+def test_what_happens_to_the_command_line_is_called_so(
+    signum: signal.Signals | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, or told to end: the launcher below it is gone as well, which is the consequence."""
+    caller = subprocess.Popen(["sleep", "60"])
+    launcher = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+    monkeypatch.setenv(last_words.VARIABLE, f"{caller.pid}:{tmp_path / 'words'}")
     watch = NodeWatch({"RANK": "3", "LOCAL_RANK": "3", "LOCAL_SIZE": "1"})
     watch.stop()
     try:
-        for rank, sleeper in sleepers.items():
-            ticks = process.start_ticks(sleeper.pid)
-            assert ticks is not None
-            watch.siblings[rank] = (sleeper.pid, ticks)
-        assert watch.dead_sibling() is None
-        for rank in dead:
-            sleepers[rank].kill()
-            sleepers[rank].wait()
-        report = watch.dead_sibling()
-        assert report is not None and report["rank"] == blamed
+        assert watch._look(0.0) is None
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        if signum is None:
+            caller.kill()
+            caller.wait()
+        else:
+            last_words.note_signal(tmp_path / "words", signum)
+        report = watch._look(0.0)
+        assert report is not None
+        assert last_words.line(report, None).startswith("the run ends because of " + words.format(pid=caller.pid))
     finally:
-        for sleeper in sleepers.values():
-            sleeper.kill()
-            sleeper.wait()
+        watch._farewells.close()
+        for one in (caller, launcher):
+            one.kill()
+            one.wait()

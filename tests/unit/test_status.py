@@ -348,7 +348,7 @@ def test_no_status_or_a_damaged_one(tmp_path: Path) -> None:
         assert read_status(run).state == "DEAD" and "damaged" in read_status(run).message
     run.status_json.unlink()
     assert mark_dead(run, None, "runner", "the launcher ended with code 1")
-    assert read_status(run).message == "runner died: the launcher ended with code 1"
+    assert read_status(run).message == "runner: the launcher ended with code 1"
 
 
 JUNK = (None, True, "x", "", [], {}, [1], {"a": 1}, -1, 1e308, math.nan, math.inf, 10**400, "\x1b[31m")
