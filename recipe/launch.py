@@ -235,7 +235,7 @@ class Launch:
             self.store.arrive("unwatched", self.role, self.role.world_size, LEAVE_S, self._still_together)
             self.store.check_in("left")
             if self.role.rank == 0:
-                self.store.wait_for("left", self.role, self.role.world_size, LEAVE_S, lambda: None)
+                self.store.wait_for("left", self.role, self.role.world_size, LEAVE_S, self._not_alone)
         except (RunError, RuntimeError, OSError):
             return  # somebody left in a hurry (killed): everything is done, so there is nothing to wait for
 
@@ -243,6 +243,11 @@ class Launch:
         """Called while a rank waits for the others to look away: it cannot miss that one of them was killed."""
         if self.watchdog.sibling_left():
             raise RunError("a rank of this node has left")
+
+    def _not_alone(self) -> None:
+        """A rank that was killed on its way out never counts itself out."""
+        if self.role.nodes == 1 and self.role.world_size > 1 and self.watchdog.is_alone():
+            raise RunError("all others have left")
 
 
 def launch_name(role: Role, config: RunConfig) -> str:

@@ -20,6 +20,7 @@ from recipe.errors import ConfigError, RunError
 from recipe.telemetry.provenance import redact_argv
 
 INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SAY_S = 10.0  # between two lines that say what is waited for
 _LISTENS = "0A"
 
 
@@ -75,9 +76,10 @@ def await_listener(host: str, port: int, who: str, limit_s: float) -> None:
             raise RunError(f"{who}: told to end while it waited for rank 0 at {host}:{port}")
         if waited > limit_s:
             raise RunError(f"{who}: rank 0 at {host}:{port} cannot be reached after {waited:.0f} s ({cause})")
-        if waited - said > 30.0:
+        if waited - said > SAY_S:
             said = waited
-            print(f"{who} has waited {waited:.0f} s for rank 0 at {host}:{port} ({cause})", file=sys.stderr, flush=True)
+            since = f"{waited:.0f} s of at most {limit_s:.0f} s"
+            print(f"{who} waits for rank 0 at {host}:{port}: {since} ({cause})", file=sys.stderr, flush=True)
         time.sleep(0.2)
 
 

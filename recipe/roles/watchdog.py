@@ -32,7 +32,7 @@ WOKEN_S = 2.0  # for a stopped process, woken once more, to write down where it 
 BLAME_S = 4.0  # an error that tells of a lost peer waits so long to learn who that is
 SILENCE_S = 60.0  # a rank without a heartbeat, or a store without an answer, for this long is hung
 JOIN_S = 600.0  # every rank has sent its first heartbeat by then
-SLOW_S = 1800.0  # the longest that a phase may take that cannot say how it moves
+SLOW_S = 1800.0  # the longest that a phase may work that cannot say how it moves
 STEADY = ("producing", "training", "evaluating", "loading the target", "touching the ring's memory")
 WAITING = ("torch/distributed/", "deepspeed/comm/", "recipe/ring/", "concurrent/futures/", "recipe/roles/store")
 RESERVE_BYTES = 64 << 20  # address space, not memory: given back at the end, which needs threads and buffers itself
@@ -67,6 +67,7 @@ class Watchdog:
         self._flag: Report | None = None
         self._store_lost = False
         self._main = threading.main_thread().ident
+        self._work, self._worked_at = (0, 0), self._started
         self._beats: dict[int, tuple[object, float]] = {}
         self._stuck: dict[int, Report] = {}
         self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
@@ -130,8 +131,16 @@ class Watchdog:
         self._threads[0].join(timeout=5.0)
 
     def sibling_left(self) -> bool:
-        """After `finish`: whether a rank of this node is gone already."""
-        return self._watch.departure() is not None
+        """After `finish`: whether a rank of this node is gone already. The others are told before this one goes too:
+        some of them may still watch, and would take it for the first."""
+        report = self._watch.departure()
+        if report is not None:
+            self._watch.say_farewell(report)
+        return report is not None
+
+    def is_alone(self) -> bool:
+        """Whether no other rank of this node lives."""
+        return not any(self._watch.lives(rank) for rank in self._watch.siblings)
 
     # -- what the node's watch asks ----------------------------------------------------------------------------------
 
@@ -143,7 +152,7 @@ class Watchdog:
         gone = self._watch.departure()
         if gone is not None:
             return gone
-        if stuck_s > self._limit(phase):
+        if self._hangs(now, stuck_s, phase):
             return self._blame_for_a_hang(stuck_s, phase)
         if self._store_lost and (self.role.rank == 0 or self._watch.lives(0)):
             return self._watch.report(self.role.rank, "it lost its connection to the control store, which lives")
@@ -153,9 +162,17 @@ class Watchdog:
             return self._watch.report(0, f"no answer from the control store for {silent_s:.0f} s: rank 0 hangs")
         return None
 
-    def _limit(self, phase: str) -> float:
-        """Seconds without progress that are a hang. Compiling and saving cannot say how they move."""
-        return self.hang_timeout_s if phase in STEADY else max(self.hang_timeout_s, SLOW_S)
+    def _hangs(self, now: float, stuck_s: float, phase: str) -> bool:
+        """Whether this rank hangs. Compiling, importing and saving cannot say how they move, but whoever does that
+        uses a CPU, reads or writes: that counts as progress, up to SLOW_S. Nor does one hang that waits for another
+        rank: that one is judged by itself, and the wait has its own time-out."""
+        if phase in STEADY:
+            return stuck_s > self.hang_timeout_s
+        work = process.work_of_thread(os.getpid())  # the main thread has the number of the process
+        if work != self._work or self._waits():
+            self._work, self._worked_at = work, now
+        idle_s = min(stuck_s, now - self._worked_at)
+        return idle_s > self.hang_timeout_s or stuck_s > max(self.hang_timeout_s, SLOW_S)
 
     def _blame_for_a_hang(self, stuck_s: float, phase: str) -> Report:
         """Those who wait in a collective for the one that hangs make no progress either: blame the one that does not
@@ -213,7 +230,7 @@ class Watchdog:
         flag = self._store.peek("abort")
         if isinstance(flag, dict):
             self._flag = flag
-        if still_s > self._limit(phase["phase"]) / 2:
+        if still_s > self.hang_timeout_s / 2:
             others = self.phases()
             self._stuck = {rank: other for rank, other in others.items() if float(other["still"]) > still_s / 2}
         if self.role.rank == 0:

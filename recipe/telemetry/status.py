@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from recipe.telemetry.process import ProcessId, boot_id
 from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status_fields import process_of, read_fields, whole
+from recipe.telemetry.status_fields import process_of, read_fields, whole, wrong_field
 from recipe.telemetry.status_writer import TERMINAL, StatusWriter, mark_dead
 
 __all__ = ["EXIT_CODES", "State", "Status", "StatusWriter", "mark_dead", "read_status"]
@@ -105,10 +105,15 @@ def _without_status(run_dir: RunDir) -> Status:
     if alive and not damaged:
         return Status("STARTING", "the run folder was made, nothing is reported yet", process=who)
     if alive:
-        what = f"status.json is damaged, although the run's process lives ({who}); see {run_dir.train_log}"
+        what = f"{_damage(run_dir)}, although the run's process lives ({who}); see {run_dir.train_log}"
         return Status("STALLED", what, process=who)
-    what = "status.json is damaged" if damaged else "the run ended before it reported anything"
+    what = _damage(run_dir) if damaged else "the run ended before it reported anything"
     return Status("DEAD", f"{what}; see {run_dir.train_log}", process=who)
+
+
+def _damage(run_dir: RunDir) -> str:
+    fields = read_fields(run_dir.status_json)
+    return "status.json is damaged" + (f" (its {wrong_field(fields)!r} is not what it must be)" if fields else "")
 
 
 def _facts(fields: Mapping[str, Any], process: ProcessId) -> Status:

@@ -14,7 +14,8 @@ from recipe.telemetry.process import ProcessId
 NUMBERS = ("step", "steps", "loss", "tokens_per_s", "eta_s", "phase_eta_s", "done", "total", "expect_s", "rank",
            "heartbeat_interval_s")  # fmt: skip
 COUNTS = ("step", "steps")
-WORDS = ("launch", "phase", "label", "message", "role", "waiting_side")
+WORDS = ("state", "launch", "phase", "label", "message", "role", "waiting_side")
+PHASES = ("starting", "filling", "training", "done", "dead", "diverged")
 TIMES = ("heartbeat", "progress")
 MOST = 1e15  # no number of a run is larger; a date in seconds is 2e9
 
@@ -31,27 +32,39 @@ def read_fields(path: Path) -> dict[str, Any]:
 def whole(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """The known fields with their right types, or None when one of them cannot be right: the file is damaged then."""
     known: dict[str, Any] = {}
+    if wrong_field(fields) is not None:
+        return None
     for name in NUMBERS:
         value = fields.get(name)
-        if value is not None and not _is_number(value, name == "loss"):
-            return None
         known[name] = int(value) if name in COUNTS and value is not None else value
     for name in WORDS:
         value = fields.get(name)
-        if value is not None and not isinstance(value, str):
-            return None
         known[name] = None if value is None else re.sub(r"[\x00-\x1f\x7f]+", " ", value)
+    for name in TIMES:
+        known[name] = fields[name]
+    known["process"] = process_of(fields.get("process"))
+    known["processes"] = [process_of(each) for each in fields.get("processes") or []]
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def wrong_field(fields: Mapping[str, Any]) -> str | None:
+    """The first field that is missing or cannot be right, or None."""
+    for name in NUMBERS:
+        if fields.get(name) is not None and not _is_number(fields[name], name == "loss"):
+            return name
+    for name in WORDS:
+        if fields.get(name) is not None and not isinstance(fields[name], str):
+            return name
     for name in TIMES:
         value = fields.get(name)
         if not isinstance(value, Mapping) or not all(_is_number(value.get(key)) for key in ("wall", "monotonic")):
-            return None
-        known[name] = value
+            return name
+    if fields.get("phase") not in PHASES:
+        return "phase"
     listed = fields.get("processes") or []
-    known["process"] = process_of(fields.get("process"))
-    known["processes"] = [process_of(each) for each in listed] if isinstance(listed, list) else [None]
-    if known["process"] is None or None in known["processes"]:
-        return None
-    return {name: value for name, value in known.items() if value is not None}
+    if not isinstance(listed, list) or any(process_of(each) is None for each in listed):
+        return "processes"
+    return "process" if process_of(fields.get("process")) is None else None
 
 
 def process_of(values: object) -> ProcessId | None:

@@ -95,6 +95,7 @@ def draw_orders(seed: int) -> list[Order]:
         orders.append(Order(rank, "phase", "exception", phase="ready"))
         orders.append(Order(rank, "phase", "exit 0", phase="importing the model code"))
     orders += [Order(rank, "phase", "full disk", phase="saving") for rank in DRAFTERS]
+    orders += [Order(2, "phase", "hang", phase="saving"), Order(3, "phase", "hang", phase="building the drafter")]
     rng.shuffle(orders)
     return orders
 

@@ -205,6 +205,8 @@ OUTSIDE = [
     ("rank1", "SIGKILL", ""), ("rank2", "SIGKILL", ""), ("rank0", "SIGSTOP", "step=2/"),
 ]  # fmt: skip
 
+ABOVE = {"cli": "command line", "runner": "deepspeed runner", "launcher": "deepspeed launcher"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True])
@@ -228,7 +230,8 @@ def test_kills_from_outside(real: bool, tmp_path: Path, server: ForkServer, pyte
 
 
 def kill_from_outside(launch: Launch, victim: str, manner: str, run_dir: Path) -> Kill:
-    os.kill(launch.pid(victim), signal.Signals[manner])
+    pid = launch.pid(victim)
+    os.kill(pid, signal.Signals[manner])
     struck = time.monotonic()
     limit_s = HUNG_GONE_S if manner == "SIGSTOP" else GONE_S
     code = launch.wait(limit_s + 20)
@@ -240,7 +243,10 @@ def kill_from_outside(launch: Launch, victim: str, manner: str, run_dir: Path) -
         line = next(line for line in launch.output.splitlines() if line.startswith("the run ends because of"))
     else:
         line = last_line(launch.output)
-    who = rf"rank {victim[-1]} \(" if victim.startswith("rank") and run_dir.exists() else "(a )?rank"
+    if victim in ABOVE:  # no rank is to blame; one has seen it
+        who = rf"the {ABOVE[victim]} \(pid {pid}\): .+, seen by rank \d \((target|drafter) .+; log: "
+    else:
+        who = rf"rank {victim[-1]} \(" if run_dir.exists() else "(a )?rank"
     assert re.match(f"the run ends because of {who}", line), said
     assert not left_in_shm(run_dir.name), said
     role = {"0": "target", "1": "target", "2": "drafter", "3": "drafter"}.get(victim[-1], victim)

@@ -346,6 +346,15 @@ def test_no_status_or_a_damaged_one(tmp_path: Path) -> None:
     for content in ("{", "[]", "{}", '{"process": 3}'):
         run.status_json.write_text(content)
         assert read_status(run).state == "DEAD" and "damaged" in read_status(run).message
+    good = {"phase": "training", "process": ProcessId.own().to_dict()}
+    good |= {name: {"wall": time.time(), "monotonic": time.monotonic()} for name in ("heartbeat", "progress")}
+    for name, value in (("state", 5), ("state", ["DONE"]), ("phase", 5), ("phase", None), ("phase", "resting")):
+        write_json(run.status_json, {**good, name: value})
+        done = command(str(run.path))
+        assert done.returncode == 5 and done.stderr == ""
+        assert done.stdout.startswith("DEAD") and f"its '{name}' is not what it must be" in done.stdout
+    write_json(run.status_json, good)
+    assert read_status(run).state == "TRAINING"
     run.status_json.unlink()
     assert mark_dead(run, None, "runner", "the launcher ended with code 1")
     assert read_status(run).message == "runner: the launcher ended with code 1"
