@@ -32,7 +32,7 @@ from recipe.errors import ConfigError
 
 DEFAULT_MAX_SEQ_LEN: int = Data.model_fields["max_seq_len"].default
 _PART_ROWS = 20_000  # input rows between points from which an interrupted job goes on
-_FORMAT = 3  # part of the cache key: raise it when the same input would give other rows
+_FORMAT = 4  # part of the cache key: raise it when the same input would give other rows
 
 
 def prepare(

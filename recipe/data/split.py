@@ -47,12 +47,26 @@ def heldout_mask(table: pa.Table, holdout: float, seed: int) -> np.ndarray:
 
 
 def write_prompts(table: pa.Table, held: np.ndarray, path: Path) -> int:
-    """heldout_prompts.jsonl: one line per held-out conversation, messages up to its last answer. Returns the rows."""
+    """heldout_prompts.jsonl: one line per held-out conversation, what comes before its last answer: as it was read, and
+    as ``input_ids``, the very tokens that training rows have there. Returns the rows.
+    """
     numbers = table.column("row").to_numpy()
     places = held.nonzero()[0]
-    _, first = np.unique(numbers[places], return_index=True)
+    of_row: dict[int, list[int]] = {}
+    for place in places.tolist():
+        of_row.setdefault(int(numbers[place]), []).append(place)
     with path.open("w", encoding="utf-8") as out:
-        for prompt in table.column("prompt").take(pa.array(places[first])).to_pylist():
-            if prompt:
-                out.write(json.dumps(json.loads(prompt), ensure_ascii=False) + "\n")
-    return len(first)
+        for number in sorted(of_row):
+            prompt = table.column("prompt")[of_row[number][0]].as_py()
+            ids = max((_before_last_answer(table, place) for place in of_row[number]), key=len)
+            if prompt and ids:
+                out.write(json.dumps({**json.loads(prompt), "input_ids": ids}, ensure_ascii=False) + "\n")
+    return len(of_row)
+
+
+def _before_last_answer(table: pa.Table, place: int) -> list[int]:
+    """Token ids of a sequence up to where its last supervised run begins."""
+    mask = np.asarray(table.column("loss_mask")[place].as_py(), dtype=bool)
+    begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    ids: list[int] = table.column("input_ids")[place].as_py()[: int(begins[-1])]
+    return ids

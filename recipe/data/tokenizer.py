@@ -61,12 +61,15 @@ def special_strings(tokenizer: Any) -> set[str]:
 
 
 def stop_ids(tokenizer: Any, path: str | Path | None = None) -> set[int]:
-    """Ids that end a generation: the tokenizer's eos and those of generation_config.json beside it."""
+    """Ids that end a generation: the tokenizer's eos and those of generation_config.json in ``path``, or, without that
+    file, of config.json, as transformers' `generate` takes them."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    config = Path(path) / "generation_config.json" if path else None
-    if config and config.is_file():
+    names = ("generation_config.json", "config.json") if path else ()
+    config = next((file for name in names if (file := Path(str(path)) / name).is_file()), None)
+    if config:
         try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+            content = json.loads(config.read_text(encoding="utf-8"))
+            eos = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
         except (OSError, ValueError, AttributeError):  # damaged, or no JSON object
             eos = None
         ids.update(eos if isinstance(eos, list) else [eos])

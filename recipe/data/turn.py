@@ -237,10 +237,14 @@ class TurnRenderer:
             bare_tail = frame.dropped_from(tail) if frame else tail
             spaced = frame is not None and bare_tail != tail and bool(frame.gap or frame.after)
             return bare_tail.lstrip() if spaced else bare_tail
+        # The history is not shown as it was served. A bare answer in the same place says where this one begins.
+        plain = self._shown(scene, {"role": "assistant"}, chosen.arguments)
+        if plain is not None and plain.endswith(chosen.joint):
+            begin = len(plain) - len(chosen.joint)
+            if full[:begin] == plain[:begin]:
+                return self._generated(full[begin:])
         shown = self._shown(scene, said, chosen.arguments)
-        if shown is None:  # a tool call for which the template prints no text
-            shown = bare + chosen.joint
-        if not full.startswith(shown):
+        if shown is None or not full.startswith(shown):
             return None
         return chosen.joint + self._generated(full[len(shown) :])
 

@@ -125,7 +125,7 @@ def _prompt_json(name: str, sample: Sample) -> str:
     if isinstance(sample, Pair):
         return json.dumps({"id": name, "prompt": sample.prompt})
     if isinstance(sample, Tokens):
-        return json.dumps({"id": name, "input_ids": sample.input_ids[: sample.loss_mask.index(1)]})
+        return json.dumps({"id": name})
     if isinstance(sample, Text):
         return ""
     last = max(i for i, m in enumerate(sample.messages) if m["role"] == "assistant")

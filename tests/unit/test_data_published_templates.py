@@ -30,12 +30,18 @@ from recipe.data.conversation import Chat, normalise, parse
 from recipe.data.report import Drop
 from recipe.data.tokenizer import special_strings
 from tests.unit.chat_templates import published_tokenizer
-from tests.unit.test_data_templates import CALL, ROWS, TOOLS, a, runs, s, tool, u
+from tests.unit.test_data_templates import CALL, ROWS, a, runs, s, tool, u
 
 KNOWN: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data" / "published_templates.json").read_text(encoding="utf-8")
 )
 FOLDER = os.environ.get("DFLASH_TEMPLATES")
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "description": "one"}, "b": {"type": "string", "description": "two"}},
+    "required": ["a"],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": _PARAMETERS}}]
 _WORDS = [
     "Hello",
     "four",
@@ -241,9 +247,8 @@ def examine(path: Path, fuzz: int = 60) -> Counter[str]:
         usable = isinstance(row, dict) and "messages" in row and all(isinstance(m, dict) for m in row["messages"])
         if not usable or _thinks_in_text(row):
             continue
-        row = {"messages": messages or row["messages"], "tools": row.get("tools")}
-        if server.facts.get("tools_only"):
-            row["tools"] = TOOLS
+        offered = TOOLS if row.get("tools") or server.facts.get("tools_only") else None
+        row = {"messages": messages or row["messages"], "tools": offered}
         try:
             normalise(parse(json.dumps(row).encode()))
         except Drop:
