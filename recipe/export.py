@@ -12,15 +12,19 @@ import json
 import shlex
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.variant import DFLASH
 from recipe.errors import ConfigError
-from recipe.export_layout import export_hf, load_export, tensor_shapes
+from recipe.export_layout import Tensors, export_hf, load_export, refuse_occupied, tensor_shapes, understood
 from recipe.export_speculators import export_speculators
 from recipe.shapes import TargetShape
 
 __all__ = ["add_arguments", "export_hf", "export_run", "export_speculators", "load_export", "run", "serve_commands",
            "tensor_shapes"]  # fmt: skip
+
+HYBRID = " --mamba-scheduler-strategy extra_buffer"
 
 
 def serve_commands(
@@ -31,7 +35,7 @@ def serve_commands(
     ``hybrid``: the target has recurrent layers, whose states SGLang restores only with that scheduler strategy. vLLM's
     flash_attn is named because a drafter attends to both sides, which not every backend can.
     """
-    states = " --mamba-scheduler-strategy extra_buffer" if hybrid else ""
+    states = HYBRID if hybrid else ""
     drafts = DFLASH.drafts_per_block(config.block_size)
     if layout == "speculators":
         return [f"vllm serve {shlex.quote(str(folder))}"]
@@ -55,6 +59,23 @@ def target_of_run(run_dir: Path) -> tuple[str, str | None]:
         raise ConfigError("RUN", str(run_dir), rule, "name a folder under runs/") from None
 
 
+def read_checkpoint(run_dir: Path, step: int | None) -> tuple[DrafterConfig, Tensors, int]:
+    """Config, weights and step of a checkpoint. ConfigError when there is none, or it cannot be read."""
+    from recipe.drafter.checkpoint import load_weights  # imports DeepSpeed: only when it is needed
+
+    fix = "choose another step with --step, or train again"
+    try:
+        with understood(run_dir / "checkpoints"):
+            return load_weights(run_dir, step)
+    except (OSError, SafetensorError) as error:
+        rule = f"a file of its checkpoint cannot be read ({error})"
+        raise ConfigError("RUN", str(run_dir), rule, fix) from None
+    except ConfigError as error:
+        if error.field != "--resume":
+            raise
+        raise ConfigError("RUN", str(run_dir), f"none of its checkpoints is whole: {error.rule}", fix) from None
+
+
 def export_run(
     run_dir: Path, step: int | None = None, layout: str = "hf", output: Path | None = None, dtype: str | None = None
 ) -> tuple[Path, DrafterConfig, int]:
@@ -62,10 +83,10 @@ def export_run(
 
     ``output`` None: ``RUN/export/step_…`` (``…-speculators`` for that layout). ``dtype`` None: the drafter's own.
     """
-    from recipe.drafter.checkpoint import load_weights  # imports DeepSpeed: only when it is needed
-
     target, revision = target_of_run(run_dir)
-    config, weights, step = load_weights(run_dir, step)
+    if output is not None:
+        refuse_occupied(output)
+    config, weights, step = read_checkpoint(run_dir, step)
     dtype = dtype or config.dtype
     if output is None:
         output = run_dir / "export" / (f"step_{step:08d}" + ("" if layout == "hf" else f"-{layout}"))
@@ -97,10 +118,15 @@ def run(args: argparse.Namespace) -> int:
     """Export, and print how to serve the result. Raises ConfigError for the user's mistakes."""
     folder, config, step = export_run(args.run, args.step, args.format, args.output, args.dtype)
     target, revision = target_of_run(args.run)
-    hybrid = TargetShape.resolve(target, revision).hybrid
+    try:
+        hybrid, note = TargetShape.resolve(target, revision).hybrid, None
+    except ConfigError:  # the export does not need it
+        hybrid, note = False, f"{target} is not on this machine; if it has recurrent layers, sglang also needs:{HYBRID}"
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
     print("serve it with:")
     for command in serve_commands(folder.resolve(), config, target, args.format, hybrid):
         print(f"  {command}")
+    if note is not None:
+        print(note)
     return 0

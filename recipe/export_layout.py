@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,49 @@ def check_tensors(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], so
             raise ConfigError(source, names[0], rule, "config.json and model.safetensors must be of the same export")
 
 
+def refuse_occupied(out_dir: Path) -> None:
+    """ConfigError unless ``out_dir`` is free, empty, or an earlier export: what is there is going to be replaced."""
+    fix = "choose another folder"
+    if out_dir.is_file():
+        raise ConfigError("--output", str(out_dir), "is a file", fix)
+    if not out_dir.exists():
+        return
+    names = {path.name for path in out_dir.iterdir()}
+    ours = names <= {CONFIG, WEIGHTS} and (CONFIG not in names or _is_drafter(out_dir / CONFIG))
+    if not ours:
+        raise ConfigError("--output", str(out_dir), "the folder exists and is no export", fix)
+
+
+def _is_drafter(path: Path) -> bool:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(data, dict):
+        return False
+    return data.get("architectures") == [ARCHITECTURE] or data.get("speculators_model_type") == "dflash"
+
+
 def write_folder(out_dir: Path, config: Mapping[str, Any], tensors: Tensors, verify: Callable[[Path], None]) -> Path:
     """Write into a hidden neighbour of ``out_dir``, ``verify`` it there, and only then give it its name."""
     out_dir = Path(out_dir)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    refuse_occupied(out_dir)
     staging = out_dir.parent / f".{out_dir.name}.{os.getpid()}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
     try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
+    except OSError as error:
+        rule = f"cannot be made ({error.strerror})"
+        raise ConfigError("--output", str(out_dir), rule, "choose a folder that can be written") from None
+    try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # safetensors writes 0600; a server under another account must be able to read what its folder lets it read.
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode & 0o777)
         verify(staging)
         if out_dir.exists():
-            if not (out_dir / CONFIG).is_file() and any(out_dir.iterdir()):
-                raise ConfigError(
-                    "--output", str(out_dir), "the folder exists and is no export", "choose another folder"
-                )
+            refuse_occupied(out_dir)
             shutil.rmtree(out_dir)
         staging.rename(out_dir)
     finally:
@@ -125,26 +151,40 @@ def read_tensors(folder: Path) -> Tensors:
         raise ConfigError("export", str(folder), rule, "export the checkpoint again") from None
 
 
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """ConfigError about ``path`` when reading the values of a config.json trips over one of them."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
+        rule = f"a value in it is none that a drafter can have ({type(error).__name__}: {str(error)[:150]})"
+        raise ConfigError("config.json", str(path), rule, "mend it, or export the checkpoint again") from None
+
+
 def load_export(folder: Path) -> tuple[DrafterConfig, Tensors]:
     """A drafter in the z-lab layout or in speculators': nothing is guessed. ConfigError names what is odd."""
     data = read_config(folder)
     architectures = data.get("architectures")
-    # Our export names vLLM's class; what speculators saves itself names its own, which is called as z-lab's is.
-    if data.get("speculators_model_type") == "dflash":
-        from recipe.export_speculators import from_speculators
+    with understood(Path(folder) / CONFIG):
+        # Our export names vLLM's class; what speculators saves itself names its own, which is called as z-lab's is.
+        if data.get("speculators_model_type") == "dflash":
+            from recipe.export_speculators import from_speculators
 
-        config, tensors = from_speculators(data, read_tensors(folder))
-    elif architectures == [ARCHITECTURE]:
-        inner = data.get("dflash_config") or {}
-        refuse_shifted(inner.get("sample_from_anchor", data.get("sample_from_anchor")))
-        if "target_layer_ids" not in inner and "target_layer_ids" not in data:
-            rule = "the export does not say which layers it taps, and a guess would fit by shape and be wrong"
-            raise ConfigError("dflash_config.target_layer_ids", None, rule, "add the trainer's ids to config.json")
-        config, tensors = DrafterConfig.from_dict(data), read_tensors(folder)
-    else:
-        rule = f"only {ARCHITECTURE} and DFlashSpeculator are known"
-        raise ConfigError("architectures", architectures, rule, "export with a known layout")
-    check_tensors(config, tensors, str(folder))
+            config, tensors = from_speculators(data, read_tensors(folder))
+        elif architectures == [ARCHITECTURE]:
+            inner = data.get("dflash_config") or {}
+            refuse_shifted(inner.get("sample_from_anchor", data.get("sample_from_anchor")))
+            if "target_layer_ids" not in inner and "target_layer_ids" not in data:
+                rule = "the export does not say which layers it taps, and a guess would fit by shape and be wrong"
+                raise ConfigError("dflash_config.target_layer_ids", None, rule, "add the trainer's ids to config.json")
+            config, tensors = DrafterConfig.from_dict(data), read_tensors(folder)
+        else:
+            rule = f"only {ARCHITECTURE} and DFlashSpeculator are known"
+            raise ConfigError("architectures", architectures, rule, "export with a known layout")
+        if not 2 <= config.block_size <= config.max_position_embeddings:
+            rule = f"a block is the anchor and at least one draft, within {config.max_position_embeddings} positions"
+            raise ConfigError("block_size", config.block_size, rule, "write the block size of the training")
+        check_tensors(config, tensors, str(folder))
     return config, tensors
 
 

@@ -63,7 +63,7 @@ def find_source(path: Path) -> Source:
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The plain transformers model of a local folder, in evaluation mode."""
+    """The plain transformers model of a local folder, in evaluation mode. ConfigError when its files are no model."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -73,8 +73,40 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Mo
         use_torch_kernels_on_cpu(force=True)
     logging.set_verbosity_error()  # its notes on missing kernels are no news here: cpu_kernels.py decides that
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers, safetensors and json raise many types for damaged files
+        rule = f"cannot be loaded ({type(error).__name__}: {_first_line(error)})"
+        if "ignore_mismatched_sizes" in str(error):
+            rule = "the weights in it have other shapes than its config.json says"
+        raise ConfigError("--target", str(folder), rule, "fetch the model again, or name a complete folder") from error
+    if report["missing_keys"]:  # transformers makes them up at random
+        missing = sorted(report["missing_keys"])
+        rule = f"lacks {len(missing)} tensors, the first: {missing[0]}"
+        raise ConfigError("--target", str(folder), rule, "fetch the model again, or name a complete folder")
     return model.to(device).eval()
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The target's tokenizer. ConfigError when the folder holds none that can be loaded."""
+    from transformers import AutoTokenizer
+
+    fix = "name the target's folder with its tokenizer"
+    if not any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        raise ConfigError("--target", str(folder), "has no tokenizer", fix)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many types here, all of which mean "no tokenizer"
+        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {_first_line(error)})"
+        raise ConfigError("--target", str(folder), rule, fix) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def check_fit(config: DrafterConfig, shape: TargetShape, depth_known: bool = True) -> None:
@@ -163,8 +195,6 @@ def evaluate(
     GPU; ``dtype`` auto: bfloat16 there, float32 on the CPU. ``tp`` above 1: the target is cut over that many processes
     of this machine. ConfigError for the user's mistakes, before weights load.
     """
-    from transformers import AutoTokenizer
-
     _check_numbers(num_prompts, max_new_tokens, batch_size, temperature)
     where = pick_device(device)
     source = find_source(export_or_run)
@@ -181,7 +211,7 @@ def evaluate(
     if rows is None:
         raise ConfigError("--prompts", None, "an export does not know its held-out prompts", "add --prompts FILE")
     listed = read_prompts(rows) if isinstance(rows, (str, Path)) else list(rows)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = tokenizer_of(folder)
     encoded = encode_prompts(listed[:num_prompts], tokenizer, template_kwargs)
 
     kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
