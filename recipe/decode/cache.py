@@ -22,6 +22,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from recipe.errors import RunError
+from recipe.target.capture import decoder_of, layers_of
 
 Session = TypeVar("Session", bound="TargetSession")
 States = list[tuple[dict[int, Any], dict[int, Any]]]
@@ -33,18 +34,6 @@ class TargetPass:
 
     logits: torch.Tensor
     taps: list[torch.Tensor]
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The text decoder's layers of a transformers-shaped model. RunError when there are none."""
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks")
-            and "visual" not in name
-        ):
-            return module
-    raise RunError(f"{type(model).__name__} has no decoder layers: no module list called 'layers', 'h' or 'blocks'")
 
 
 def copied(states: dict[int, Any]) -> dict[int, Any]:
@@ -78,7 +67,7 @@ class TargetSession:
         logits: bool = True,
     ) -> None:
         self.model, self.head, self._wants_logits = model, head, logits
-        self.layers = decoder_layers(model)
+        self.layers = layers_of(decoder_of(model))
         outside = [layer for layer in target_layer_ids if not 0 <= layer < len(self.layers)]
         if outside:
             raise RunError(f"taps {outside} are outside the target's {len(self.layers)} layers")

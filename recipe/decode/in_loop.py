@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from recipe.config.paths import heldout_prompts
+from recipe.data.tokenizer import load_tokenizer
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.measure import Evaluation, Task, measuring
 from recipe.decode.plain import PlainResult
@@ -50,15 +51,15 @@ class InLoopEvaluator:
         self.task = self._task() if scene.role.tp_rank == 0 else None
 
     def _task(self) -> Task:
-        from transformers import AutoTokenizer
-
         ours, folder = self.scene.config.dflash, self._folder()
         path = heldout_prompts(ours.evaluation.prompts, ours.data.path)
         if path is None:
             rule = f"evaluation.every is set, and {ours.data.path} has no heldout_prompts.jsonl"
             raise ConfigError("dflash.evaluation.prompts", None, rule, "name a JSONL file of held-out conversations")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        prompts = encode_prompts(read_prompts(path)[: ours.evaluation.num_prompts], tokenizer)
+        field = "dflash.evaluation.prompts"
+        tokenizer = load_tokenizer(folder, "dflash.target.path")
+        rows = read_prompts(path, field)[: ours.evaluation.num_prompts]
+        prompts = encode_prompts(rows, tokenizer, field=field)
         most = self.scene.shape.max_position_embeddings
         return Task(prompts, ours.evaluation.max_new_tokens, stop_ids=stop_ids(folder, tokenizer), max_length=most)
 
