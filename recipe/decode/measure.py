@@ -22,6 +22,7 @@ from recipe.decode.metrics import (
 )
 from recipe.decode.plain import PlainResult, plain_generate
 from recipe.decode.prompts import Prompt
+from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import DecodeResult, SpeculativeDecoder
 from recipe.errors import ConfigError
 
@@ -34,7 +35,8 @@ class Evaluation:
 
     ``accept_rate[k-1]``: share of blocks whose first k drafts were accepted. ``target_forwards_per_token`` counts the
     prefill (plain decoding: 1). ``state_replays``: roll-backs in which the linear-attention layers alone were run
-    again. ``speedup``: plain decoding seconds / speculative, prefill excluded. Times are of this machine.
+    again. ``speedup``: plain decoding seconds / speculative, prefill excluded. Times are of this machine. ``domains``:
+    name -> tau, tau_ci, accept_rate, speedup, identical_prompts and prompts of each.
     """
 
     tau: float | None
@@ -63,7 +65,8 @@ class Evaluation:
 
 @dataclass
 class Task:
-    """What to decode and how. ``max_length``: positions that the target has; longer prompts are left out.
+    """What to decode and how. ``max_length``: positions that the target has; longer prompts are left out. ``explain``
+    False: whether rounding parted two outputs is not asked, which costs a forward for each token before that place.
 
     Raises ConfigError when nothing is left.
     """
@@ -74,6 +77,7 @@ class Task:
     stop_ids: Collection[int] = ()
     seed: int = 0
     max_length: int | None = None
+    explain: bool = True
     skipped: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +120,10 @@ def measuring(
         results += _speculative(decoder, task, ids, chunk)
         for index, prompt in zip(chunk, ids, strict=True):
             outputs = known[index].tokens, results[index].tokens
-            mismatch = _compare(decoder, index, prompt, *outputs, task.temperature)
+            mismatch = _unexplained(index, *outputs)
+            if mismatch is not None and task.explain:
+                sampler = Sampler(task.temperature, task.seed + index)
+                mismatch = explain_mismatch(decoder.target, index, prompt, *outputs, decoder.head, sampler)
             mismatches += [] if mismatch is None else [mismatch]
         seconds += time.perf_counter() - began
         yield chunk.stop
@@ -179,11 +186,7 @@ def measure(
             progress(done, len(task.prompts))
 
 
-def _compare(
-    decoder: SpeculativeDecoder, index: int, ids: torch.Tensor, plain: list[int], other: list[int], temperature: float
-) -> Mismatch | None:
-    if temperature == 0:
-        return explain_mismatch(decoder.target, index, ids, plain, other, decoder.head)
+def _unexplained(index: int, plain: list[int], other: list[int]) -> Mismatch | None:
     position = first_difference(plain, other)
     if position is None:
         return None
@@ -202,14 +205,20 @@ def _evaluation(
     seconds: float,
     settings: dict[str, Any],
 ) -> Evaluation:
+    differ = {mismatch.prompt for mismatch in mismatches}
     domains = {}
     for name in sorted({prompt.domain for prompt in prompts}):
-        mine = [result for result, prompt in zip(results, prompts, strict=True) if prompt.domain == name]
-        domains[name] = {"tau": tau(mine), "tau_ci": tau_interval(mine), "prompts": len(mine)}
-    # The first token of each comes from the prefill, outside the clock.
-    ours = (sum(len(r.tokens) - 1 for r in results), sum(r.decode_seconds for r in results))
-    theirs = (sum(len(p.tokens) - 1 for p in plains), sum(p.decode_seconds for p in plains))
-    speed, plain_speed = (tokens / clock if tokens and clock else None for tokens, clock in (ours, theirs))
+        places = [place for place, prompt in enumerate(prompts) if prompt.domain == name]
+        mine = [results[place] for place in places]
+        domains[name] = {
+            "tau": tau(mine),
+            "tau_ci": tau_interval(mine),
+            "accept_rate": accept_rate(mine, block_size),
+            "speedup": _ratio(tokens_per_s(mine), tokens_per_s([plains[place] for place in places])),
+            "identical_prompts": sum(place not in differ for place in places),
+            "prompts": len(mine),
+        }
+    speed, plain_speed = tokens_per_s(results), tokens_per_s(plains)
     return Evaluation(
         tau=tau(results),
         tau_ci=tau_interval(results),
@@ -225,9 +234,19 @@ def _evaluation(
         verify_forwards=sum(result.verify_forwards for result in results),
         state_replays=sum(result.state_replays for result in results),
         target_forwards_per_token=target_forwards_per_token(results),
-        speedup=speed / plain_speed if speed and plain_speed else None,
+        speedup=_ratio(speed, plain_speed),
         tokens_per_s=speed,
         plain_tokens_per_s=plain_speed,
         seconds=seconds,
         settings=settings,
     )
+
+
+def tokens_per_s(results: Sequence[DecodeResult | PlainResult]) -> float | None:
+    """The first token of each comes from the prefill, outside the clock. None without tokens or time."""
+    tokens, clock = sum(len(r.tokens) - 1 for r in results), sum(r.decode_seconds for r in results)
+    return tokens / clock if tokens and clock else None
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return ours / theirs if ours and theirs else None

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from recipe.decode.cache import open_session
+from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import DecodeResult
 
 TAU_IS = "tokens committed per verify forward: bonus token included, prefill token excluded"
@@ -59,10 +60,11 @@ def target_forwards_per_token(results: Sequence[DecodeResult]) -> float | None:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Speculative and plain greedy output differ from ``position`` (0 = first new token) on.
+    """Speculative and plain output differ from ``position`` (0 = first new token) on.
 
-    ``gap``: by how much plain's token leads the other in the target's logits there, computed afresh; ``noise``: what
-    rounding alone may move such logits. ``numeric_tie``: gap ≤ noise, so either output is right. Not a tie: a fault.
+    Both computed afresh by the target alone: ``gap``: by how much plain's token leads the other in what the sampler
+    chooses by (`Sampler.scores`); ``noise``: how far rounding moves the lead of one token over another there.
+    ``numeric_tie``: both tokens are within ``noise`` of the best, so either output is right. Not a tie: a fault.
     """
 
     prompt: int
@@ -92,8 +94,12 @@ def explain_mismatch(
     plain: Sequence[int],
     speculative: Sequence[int],
     head: torch.Tensor | None = None,
+    sampler: Sampler | None = None,
 ) -> Mismatch | None:
-    """None when the outputs are equal, else where they part and whether rounding explains it (greedy only)."""
+    """None when the outputs are equal, else where they part and whether rounding explains it.
+
+    ``sampler``: of both outputs; None is greedy. Costs ``position`` target forwards.
+    """
     position = first_difference(plain, speculative)
     if position is None:
         return None
@@ -101,11 +107,37 @@ def explain_mismatch(
         longer = plain[position] if len(plain) > position else None
         other = speculative[position] if len(speculative) > position else None
         return Mismatch(index, position, longer, other, None, None, False)
+    logits = _logits_after(target, prompt_ids, plain[:position], head)
+    noise = rounding_noise(*logits)
+    scores = (sampler or Sampler()).scores(logits[0][None], len(prompt_ids) + position)[0].float()
+    one, two = float(scores[plain[position]]), float(scores[speculative[position]])
+    tie = float(scores.max()) - min(one, two) <= noise
+    return Mismatch(index, position, plain[position], speculative[position], one - two, noise, tie)
+
+
+def _logits_after(
+    target: Any, prompt_ids: torch.Tensor, tokens: Sequence[int], head: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two computations of the logits [V] behind prompt and ``tokens``: all at once, and token by token."""
+    known = torch.cat([prompt_ids, prompt_ids.new_tensor(list(tokens))])
     with open_session(target, [], head) as session:
-        context = torch.cat([prompt_ids, prompt_ids.new_tensor(list(plain[:position]))])
-        logits = session.prefill(context).logits[0]
-    precision = torch.finfo(logits.dtype).eps
-    # A chosen allowance, not a measured one: 8 units of the dtype, and at least 2e-5 of the largest logit in fp32.
-    noise = max(8 * precision, 2e-5) * float(logits.abs().max())
-    gap = float(logits[plain[position]].float() - logits[speculative[position]].float())
-    return Mismatch(index, position, plain[position], speculative[position], gap, noise, abs(gap) <= noise)
+        at_once = session.prefill(known).logits[-1]
+    with open_session(target, [], head) as session:
+        # Less than the prompt first: without new tokens the two ways would be the same computation, and say nothing.
+        first = max(1, len(prompt_ids) - 1)
+        one_by_one = session.prefill(known[:first]).logits[-1]
+        for place in range(first, len(known)):
+            one_by_one = session.extend(known[place : place + 1]).logits[-1]
+            session.keep(1)
+    return at_once, one_by_one
+
+
+def rounding_noise(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far rounding may move the lead of one token over another, from two computations of the same logits [V].
+
+    Each of the two tokens moves by at most what any token was seen to move, and by one rounding of its own. More than
+    8 roundings of the largest logit (2e-5 of it in float32) is believed of no computation: that is a fault of its own.
+    """
+    largest, precision = float(one.abs().max()), torch.finfo(one.dtype).eps
+    seen = 2 * float((one.float() - other.float()).abs().max()) + precision * largest
+    return min(seen, max(8 * precision, 2e-5) * largest)

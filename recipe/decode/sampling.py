@@ -19,11 +19,15 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """Tokens int64 [n] for ``logits`` [n, V], where row i decides the token at absolute ``position + i``."""
+        return self.scores(logits, position).argmax(-1)
+
+    def scores(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """What the choice is the maximum of, [n, V] in units of the logits: an error of a logit moves its score by as
+        much. Greedy: the logits. Else float32, with noise of (seed, position)."""
         if self.temperature == 0:
-            return logits.argmax(-1)
-        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+            return logits
         generator = torch.Generator(device=logits.device)
-        waits = torch.empty_like(probabilities)
+        waits = torch.empty_like(logits, dtype=torch.float32)
         for row in range(len(logits)):
             # Spread the pairs (seed, position) over 63 bits: neighbours must not share a stream.
             mixed = (
@@ -31,5 +35,6 @@ class Sampler:
             ) % 2**63
             generator.manual_seed(mixed)
             waits[row].exponential_(generator=generator)
-        # The first of exponential clocks with rates p rings for token v with probability p_v. A draw may round to zero.
-        return (probabilities / waits.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
+        # The first of exponential clocks with rates p rings for token v with probability p_v: the one with the largest
+        # p / wait, and so with the largest logit / T - log(wait). A draw may round to zero.
+        return logits.float() - self.temperature * waits.clamp_min_(torch.finfo(torch.float32).tiny).log_()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from recipe.cli import main
+from recipe.decode.cache import open_session
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.evaluate import evaluate, measure
 from recipe.decode.metrics import explain_mismatch
+from recipe.decode.plain import plain_generate
 from recipe.decode.prompts import Prompt, encode_prompts
+from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.errors import ConfigError
 from recipe.export import export_hf
@@ -86,16 +90,7 @@ def test_run_directory_brings_export_target_and_prompts(target_dir: Path, tmp_pa
 
 
 def test_export_verb_reads_a_checkpoint(target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from safetensors.torch import save_file
-
-    config, weights = drafter_parts(depth=5)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000007"
-    checkpoint.mkdir(parents=True)
-    save_file(weights, checkpoint / "weights.safetensors")
-    (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}, "files": files}))
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"dflash": {"target": {"path": str(target_dir)}}}))
+    checkpoint_of(tmp_path / "run", target_dir)
     assert call("export", tmp_path / "run") == 0
     shown = capsys.readouterr().out
     assert f'"num_speculative_tokens": {BLOCK - 1}' in shown and f"--speculative-num-draft-tokens {BLOCK}" in shown
@@ -105,6 +100,54 @@ def test_export_verb_reads_a_checkpoint(target_dir: Path, tmp_path: Path, capsys
         assert result.identical
     assert call("export", tmp_path / "run", "--step", 8) == 2
     assert call("export", tmp_path) == 2
+
+
+@pytest.mark.parametrize("name", ["run", "target", "file", "below a file"])
+def test_export_replaces_nothing_but_an_export(
+    target_dir: Path, export_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    """A run and a target have a config.json too; they were deleted once."""
+    (tmp_path / "file").write_text("x")
+    run = checkpoint_of(tmp_path / "run", target_dir)
+    shutil.copytree(target_dir, tmp_path / "target")
+    output = tmp_path / "file" / "below" if name == "below a file" else tmp_path / name
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert call("export", run, "--output", output) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "--output" in said and "Fix:" in said
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    again = shutil.copytree(export_dir, tmp_path / "again")
+    assert call("export", run, "--output", again) == 0, "an export may be replaced"
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "garbage"])
+def test_a_damaged_checkpoint_is_one_message(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, damage: str
+) -> None:
+    """Also where its own list of sizes says that all is well."""
+    run = checkpoint_of(tmp_path / "run", target_dir, damage)
+    assert call("export", run) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "Fix:" in said and "--resume" not in said and not (run / "export").exists()
+
+
+def checkpoint_of(run: Path, target: Path, damage: str | None = None) -> Path:
+    """A run with one checkpoint of step 7."""
+    from safetensors.torch import save_file
+
+    config, weights = drafter_parts(depth=5)
+    checkpoint = run / "checkpoints" / "step_00000007"
+    checkpoint.mkdir(parents=True)
+    save_file(weights, checkpoint / "weights.safetensors")
+    (checkpoint / "config.json").write_text("{x" if damage == "garbage" else json.dumps(config.to_dict()))
+    if damage == "cut":
+        _cut(checkpoint / "weights.safetensors")
+    elif damage == "gone":
+        (checkpoint / "weights.safetensors").unlink()
+    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}, "files": files}))
+    (run / "config.json").write_text(json.dumps({"dflash": {"target": {"path": str(target)}}}))
+    return run
 
 
 @pytest.mark.parametrize(
@@ -145,6 +188,56 @@ def test_a_drafter_of_another_target_is_refused(target_dir: Path, tmp_path: Path
         evaluate(folder, None, ROWS)
     with pytest.raises(ConfigError, match="neither a run directory nor an export"):
         evaluate(tmp_path, target_dir, ROWS)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _set(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _strip(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors[min(tensors)]
+    save_file(tensors, path, {"format": "pt"})
+
+
+DAMAGE = {
+    "export cut": ("export", "model.safetensors", _cut),
+    "export without weights": ("export", "model.safetensors", Path.unlink),
+    "export garbage": ("export", "config.json", lambda path: path.write_text("{x")),
+    "export size": ("export", "config.json", lambda path: _set(path, hidden_size="abc")),
+    "export heads": ("export", "config.json", lambda path: _set(path, num_attention_heads=0)),
+    "export lists": ("export", "config.json", lambda path: _set(path, dflash_config=[1])),
+    "export block": ("export", "config.json", lambda path: _set(path, dflash_config=DFLASH_CONFIG | {"block_size": 0})),
+    "target cut": ("target", "model.safetensors", _cut),
+    "target without a tensor": ("target", "model.safetensors", _strip),
+    "target of other shapes": ("target", "config.json", lambda path: _set(path, intermediate_size=96)),
+    "target of another vocabulary": ("target", "config.json", lambda path: _set(path, vocab_size=130)),
+    "target's tokenizer": ("target", "tokenizer.json", lambda path: path.write_text("{x")),
+}
+DFLASH_CONFIG = {"mask_token_id": 119, "target_layer_ids": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_files_are_one_message(
+    target_dir: Path, export_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, what: str
+) -> None:
+    place, name, damage = DAMAGE[what]
+    folders = {"target": tmp_path / "target", "export": tmp_path / "export"}
+    for one, source in zip(folders, (target_dir, export_dir), strict=True):
+        shutil.copytree(source, folders[one])
+    damage(folders[place] / name)
+    (tmp_path / "p.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    out = tmp_path / "out.json"
+    more = ("--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 2, "--json", out)
+    assert call("evaluate", folders["export"], "--target", folders["target"], *more) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "Fix:" in said and "Traceback" not in said and not out.exists()
 
 
 def test_prompts_are_rendered_for_the_answer(target_dir: Path) -> None:
@@ -202,3 +295,40 @@ def test_a_numeric_tie_is_named() -> None:
     assert explain_mismatch(target, 0, prompt, answer, answer) is None
     short = explain_mismatch(target, 0, prompt, answer, answer[:2])
     assert short and short.position == 2 and short.speculative is None and not short.numeric_tie
+
+
+def test_rounding_is_no_fault_at_any_temperature() -> None:
+    """bfloat16: what rounding parts is named a tie, with a sampler too; another token than the best few is a fault."""
+    target = tiny_target("llama").to(torch.bfloat16)
+    found = 0
+    for index, prompt in enumerate(prompts(4)):
+        for temperature in (0.0, 0.8):
+            sampler = Sampler(temperature, index)
+            answer = plain_generate(target, prompt, 6, temperature, seed=index).tokens
+            with open_session(target, []) as session:
+                logits = session.prefill(torch.cat([prompt, torch.tensor(answer[:3])])).logits
+            order = sampler.scores(logits, len(prompt) + 3)[0].float().argsort(descending=True).tolist()
+            last = next(token for token in reversed(order) if token != answer[3])
+            fault = explain_mismatch(target, index, prompt, answer, [*answer[:3], last], sampler=sampler)
+            assert fault and fault.gap is not None and fault.noise and not fault.numeric_tie
+            found += fault.noise < 8 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max()) / 2
+    assert found >= 6, "the noise is measured: mostly far below what was once allowed without looking"
+
+
+def test_a_mismatch_of_samples_by_rounding_is_a_tie() -> None:
+    """With a sampler the smallest step between two tokens' scores is found by search, and is a tie; a large one not."""
+    target = tiny_target("llama").to(torch.bfloat16)
+    ties = faults = 0
+    for index, prompt in enumerate(prompts(12)):
+        sampler = Sampler(0.8, index)
+        answer = plain_generate(target, prompt, 1, 0.8, seed=index).tokens
+        with open_session(target, []) as session:
+            scores = sampler.scores(session.prefill(prompt).logits, len(prompt))[0]
+        assert int(scores.argmax()) == answer[0]
+        second = int(scores.topk(2).indices[1])
+        mismatch = explain_mismatch(target, index, prompt, answer, [second], sampler=sampler)
+        assert mismatch is not None and mismatch.noise is not None
+        assert mismatch.gap == pytest.approx(float(scores[answer[0]] - scores[second]), abs=1e-6)
+        assert mismatch.numeric_tie == (mismatch.gap <= mismatch.noise)
+        ties, faults = ties + mismatch.numeric_tie, faults + (not mismatch.numeric_tie)
+    assert faults and ties + faults == 12
