@@ -22,7 +22,7 @@ LOOK_S = 0.2
 STOPPED_S = 10.0  # a sibling in state T (stopped) for this long is hung
 STARVED_S = 5.0  # a look that comes this late: this very process was stopped (Ctrl-Z) or starved
 GRACE_S = 0.5  # before the store is reached: for the first rank, to say a mistake in the config before it is ended
-ASSEMBLE_S = 60.0  # all siblings must have been seen alive at once by then
+ASSEMBLE_S = 8.0  # nobody new for so long: the launcher, which starts one after the other at once, has started all
 TAKEN_APART_S = 0.5  # for the kernel to make a zombie of a process that is killed
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FROM_KERNEL = 0x80  # si_code of a terminal's Ctrl-C
@@ -50,7 +50,7 @@ class NodeWatch:
         self.end: Callable[[Report], None] = self._end_early
         self.stopped_s = STOPPED_S
         self._early = True
-        self._started = time.monotonic()
+        self._newest_at = time.monotonic()
         self._stopped_since: dict[int, float] = {}
         self._departed: dict[int, str] = {}
         self._judging = threading.Lock()
@@ -151,6 +151,7 @@ class NodeWatch:
             now = time.monotonic()
             if now - looked > STARVED_S:
                 self._stopped_since.clear()
+                self._newest_at = now
                 self.forgive(now - looked)
             looked = now
             found = self.look(now) or self._look(now)
@@ -194,7 +195,10 @@ class NodeWatch:
         """All children that the launcher has ever had, once they are as many as its environment says."""
         if self.local_size < 2:
             return None
+        before = len(self._seen)
         self._seen.update(process.children_of(self._launcher))
+        if len(self._seen) > before:
+            self._newest_at = now
         if len(self._seen) > self.local_size:  # a helper process of the launcher's
             self._seen = {child for child in self._seen if "LOCAL_RANK" in process.environment_of(child[1])}
         if len(self._seen) == self.local_size:
@@ -204,7 +208,7 @@ class NodeWatch:
                 for place, (ticks, pid) in enumerate(sorted(self._seen))
                 if pid != os.getpid()
             }
-        elif now - self._started > ASSEMBLE_S:
+        elif now - self._newest_at > ASSEMBLE_S:
             return self._incomplete()
         return None
 

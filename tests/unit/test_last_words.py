@@ -92,7 +92,7 @@ def launcher(ranks: int, scene: int) -> list[str]:
     if parent == 0:
         os.close(read)
         for rank in range(ranks):
-            if os.fork() == 0:
+            if (scene or rank != 1) and os.fork() == 0:
                 life_of(rank, ranks, scene, write)
         time.sleep(30)
         os._exit(0)
@@ -132,6 +132,15 @@ def test_a_sibling_is_found_without_any_store(scene: signal.Signals, words: str)
     """By being the launcher's child, by the order of start; rank 5 is local rank 1 of the second node."""
     for line in launcher(3, scene):
         assert line.startswith("5 drafter 1 ") and words in line, line
+
+
+def test_who_left_before_anybody_looked_is_missed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit code 0, which the launcher takes for a good end: nobody is told, and no trace is left."""
+    monkeypatch.setattr("recipe.roles.node_watch.ASSEMBLE_S", 1.0)
+    lines = launcher(3, 0)
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(("5 drafter 1 only 2 of the 3", "-1  only 2 of the 3")), line
 
 
 # -- who is to blame, in every order of events ------------------------------------------------------------------------
