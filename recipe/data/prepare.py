@@ -31,7 +31,8 @@ from recipe.data.work import Job, pick, run_chunks
 from recipe.errors import ConfigError
 
 DEFAULT_MAX_SEQ_LEN: int = Data.model_fields["max_seq_len"].default
-_PART_ROWS = 20_000  # input rows between points from which an interrupted job goes on
+# An interrupted job goes on from its last finished part: so many input rows, or so much time on a slow machine.
+_PART_ROWS, _PART_S = 20_000, 30.0
 _FORMAT = 4  # part of the cache key: raise it when the same input would give other rows
 
 
@@ -194,7 +195,7 @@ def _tokenise(
     number = len(shop.parts())
     with Progress("prepare", quiet) as bar:
         while True:
-            part, path = Report(), shop.folder / f"part-{number:05d}.stream"
+            begun, part, path = time.monotonic(), Report(), shop.folder / f"part-{number:05d}.stream"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, store.SCHEMA) as writer:
                 for batch, report in results:
                     part.merge(report)
@@ -203,7 +204,7 @@ def _tokenise(
                         writer.write_batch(batch)
                     both = (total.rows_in + part.rows_in, total.tokens + part.tokens)
                     bar.update(position.done / position.total, f"rows={both[0]} tokens={both[1]}", both[1])
-                    if part.rows_in >= _PART_ROWS:
+                    if part.rows_in >= _PART_ROWS or time.monotonic() - begun > _PART_S:
                         break
             if not part.rows_in:
                 total.sources = {str(path): total.sources.get(str(path), {"kept": 0, "dropped": 0}) for path in paths}
@@ -248,7 +249,7 @@ def _require_rows(report: Report, paths: list[Path]) -> None:
         return
     why = ", ".join(f"{reason} × {count}" for reason, count in report.dropped.most_common()) or "the input is empty"
     fix = "; ".join(
-        f"{e['file']}:{e['row']} {reason} ({e['detail'] or e['meaning']})"
+        f"{e['file']}:{e['row']} {reason} ({'; '.join(filter(None, (e['meaning'], e['detail'])))})"
         for reason, e in list(report.examples.items())[:3]
     )
     fix = f"mend the input; each reason's first row: {fix}" if fix else "give a file that holds conversations"

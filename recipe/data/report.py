@@ -12,7 +12,7 @@ REASONS = {
     "damaged_file": "the file ends early or cannot be read further",
     "duplicate_keys": "the same key occurs twice in one JSON object",
     "not_an_object": "the row is not a JSON object",
-    "unknown_schema": "no messages, conversations, prompt and completion, text or input_ids",
+    "unknown_schema": "needs messages, conversations, prompt and completion, text, or input_ids and loss_mask",
     "ambiguous_schema": "messages and conversations disagree",
     "empty_conversation": "there is no message",
     "missing_role": "a message has no role",
