@@ -8,6 +8,7 @@ mistake, 130 interrupted; `status` documents its own.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -106,11 +107,32 @@ def _guarded(name: str, arguments: list[str]) -> int:
             # `recipe … | head`: stdout must not be flushed again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _say_fault(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _say_fault(error: RunError | OSError) -> int:
+    """One line for a fault; 2 when it is only a name that no file can have, or a folder that is gone."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        print(
+            f"error: {str(error.filename)[:60]}…: the name is too long for a file\n  Fix: shorten it", file=sys.stderr
+        )
+        return 2
+    if isinstance(error, FileNotFoundError) and not _here_exists():
+        print("error: the current folder has been removed\n  Fix: cd to one that exists", file=sys.stderr)
+        return 2
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+def _here_exists() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _print(text: str) -> int:

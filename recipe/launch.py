@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from recipe.agreement import compare, facts, probe_run_dir
 from recipe.config import RunConfig, load_config_text
+from recipe.config.changes import changes
 from recipe.config.checks import check
 from recipe.config.derive import resolve
 from recipe.config.feasibility import ring_size
@@ -157,7 +159,10 @@ class Launch:
 
     def _find_resume(self, resolved: RunConfig) -> Resume:
         """Where to go on; found before the run's folder is touched."""
-        return plan_resume(resolved, Rows.open(resolved.dflash.data.path), self.role.nodes)
+        found = plan_resume(resolved, Rows.open(resolved.dflash.data.path), self.role.nodes)
+        run = resolved.dflash.run
+        before = Path(os.path.expanduser(run.output_dir)) / run.name / "config.json"
+        return replace(found, notes=[*found.notes, *changes(before, resolved)])
 
     def _refuse(self, message: str | None) -> None:
         """A user's mistake: one message from one rank, exit 2 from all, nothing left behind."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from recipe.config.schema import DFlash, Fraction, Positive, Section
+from recipe.config.schema import Amount, DFlash, Fraction, Positive, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -72,9 +72,9 @@ class ZeroOptimization(Section):
     stage: Annotated[int, Field(ge=1, le=2)] = Field(2, description="1 or 2")
     contiguous_gradients: bool = Field(True, description="copy gradients to one buffer as they come")
     reduce_scatter: bool = Field(True, description="reduce-scatter instead of all-reduce")
-    reduce_bucket_size: Positive = Field(500_000_000, description="elements reduced at once")
+    reduce_bucket_size: Amount = Field(500_000_000, description="elements reduced at once")
     allgather_partitions: bool = Field(True, description="all-gather instead of broadcasts after the step")
-    allgather_bucket_size: Positive = Field(500_000_000, description="elements gathered at once")
+    allgather_bucket_size: Amount = Field(500_000_000, description="elements gathered at once")
     overlap_comm: bool = Field(False, description="reduce during the backward pass")
     round_robin_gradients: bool = Field(False, description="DeepSpeed's own meaning")
     ignore_unused_parameters: bool = Field(True, description="DeepSpeed's own meaning")

@@ -43,9 +43,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     found = locate(path)
     if found is None or not found.is_file():
-        raise ConfigError(
-            "CONFIG", str(path), "no such file", "give the path of a JSON file, for example ds_configs/demo.json"
-        )
+        rule = "no such file" if found is None else "is a folder" if found.is_dir() else "is no regular file"
+        raise ConfigError("CONFIG", str(path), rule, "give the path of a JSON file, for example ds_configs/demo.json")
     try:
         text = found.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +65,7 @@ def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "th
         )
         for field in _unresolved_autos(raw)
     ]
-    errors += _unusable_texts(raw.get("dflash"), "dflash")
+    errors += _unusable_texts(raw)
     said = {error.field for error in errors}
     try:
         config = RunConfig.model_validate(raw)
@@ -135,15 +134,26 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _unusable_texts(node: Any, path: str) -> Iterator[ConfigError]:
-    """Texts that no system takes as the path that most of ours are: a NUL in them, or the home of nobody."""
+def _unusable_texts(node: Any, path: str = "") -> Iterator[ConfigError]:
+    """Texts that no system takes as the path that most of ours are, or that cannot be written back as JSON."""
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _unusable_texts(value, f"{path}.{key}")
+            yield from _unusable_texts(value, f"{path}.{key}" if path else key)
     elif isinstance(node, str) and "\0" in node:
-        yield ConfigError(path, node, "holds a NUL character", "remove it")
+        yield ConfigError(path, node[:80], "holds a NUL character", "remove it")
+    elif isinstance(node, str) and any("\ud800" <= letter <= "\udfff" for letter in node):
+        yield ConfigError(path, node[:80], "is no valid text (half of a surrogate pair)", "write it in UTF-8")
+    elif isinstance(node, str) and _is_too_long(node):
+        rule = "is too long for a path: 4095 bytes, and 255 between two slashes"
+        yield ConfigError(path, f"{node[:60]}…", rule, "shorten it")
     elif isinstance(node, str) and node.startswith("~") and os.path.expanduser(node) == node:
         yield ConfigError(path, node, f"there is no user {node.split('/')[0][1:]!r} here", "give the whole path")
+
+
+def _is_too_long(text: str) -> bool:
+    """Whether every system call would refuse it as a file's name."""
+    parts = text.encode().split(b"/")
+    return sum(map(len, parts)) + len(parts) > 4096 or max(map(len, parts)) > 255
 
 
 def _unresolved_autos(node: Any, path: str = "") -> Iterator[str]:

@@ -6,8 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+INT32_MAX = 2**31 - 1  # row lengths and ids are int32: a larger bound than this could only overflow
+Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
+NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Amount = Annotated[int, Field(ge=1, le=2**62)]  # bytes and elements, which int32 could not count
+Width = Annotated[int, Field(ge=1, le=2**20)]  # no model is wider; a slip of a few zeros would ask for terabytes
 LocalRank = Annotated[int, Field(ge=0, le=1023)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -44,7 +47,9 @@ class Run(Section):
 
 class Data(Section):
     path: str = Field("data/tokenized", min_length=1, description="folder made by `prepare`")
-    conversations: str | None = Field(None, description="file that path is prepared from when it is missing")
+    conversations: str | None = Field(
+        None, min_length=1, description="file that path is prepared from when it is missing"
+    )
     token_budget: Positive = Field(
         49152, description="tokens of one target batch (padded) and of one drafter micro-batch"
     )
@@ -69,7 +74,7 @@ class Layout(Section):
 
 class Target(Section):
     path: str = Field("Qwen/Qwen3.6-27B", min_length=1, description="folder, or hub id in the local cache")
-    revision: str | None = Field(None, description="hub revision")
+    revision: str | None = Field(None, min_length=1, description="hub revision")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the target and of the taps")
     exact_sums: bool = Field(
         False,
@@ -84,7 +89,7 @@ class Target(Section):
 class Ring(Section):
     min_ready: Positive = Field(30, description="batches of token_budget that must be ready before drafters start")
     max_depth: Positive = Field(90, description="batches of token_budget that the ring may hold")
-    max_bytes: Positive | None = Field(None, description="upper bound of the ring's bytes; null: max_depth alone")
+    max_bytes: Amount | None = Field(None, description="upper bound of the ring's bytes; null: max_depth alone")
     reuse: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="how often each entry is delivered, with fresh anchors and noise"
     )
@@ -93,20 +98,20 @@ class Ring(Section):
 
 
 class Drafter(Section):
-    num_layers: Positive = Field(5, description="decoder layers of the drafter")
+    num_layers: Annotated[int, Field(ge=1, le=1024)] = Field(5, description="decoder layers of the drafter")
     block_size: Annotated[int, Field(ge=2)] = Field(32, description="tokens of a block, anchor included")
-    max_anchors: Positive = Field(1024, description="blocks in one micro-batch")
+    max_anchors: Width = Field(1024, description="blocks in one micro-batch")
     mask_token_id: NonNegative | None = Field(
         None, description="id that fills the unknown slots; null: the tokenizer's mask token"
     )
     sliding_window: Positive | None = Field(
         None, description="context window of all layers but the last; null: full attention"
     )
-    init_from: str | None = Field(None, description="drafter folder to start from")
-    num_attention_heads: Positive | None = Field(None, description="null: hidden_size / head_dim of the target's shape")
-    num_key_value_heads: Positive | None = Field(None, description="null: derived from the target")
-    head_dim: Positive | None = Field(None, description="null: derived from the target")
-    intermediate_size: Positive | None = Field(None, description="null: the target's")
+    init_from: str | None = Field(None, min_length=1, description="drafter folder to start from")
+    num_attention_heads: Width | None = Field(None, description="null: hidden_size / head_dim of the target's shape")
+    num_key_value_heads: Width | None = Field(None, description="null: derived from the target")
+    head_dim: Width | None = Field(None, description="null: derived from the target")
+    intermediate_size: Width | None = Field(None, description="null: the target's")
     attention: Literal["auto", "flex", "eager"] = Field("auto", description="auto: flex on GPU, eager on CPU")
 
 
@@ -138,7 +143,7 @@ class Evaluation(Section):
         0, description="optimizer steps between evaluations by real decoding on the target ranks; 0: none"
     )
     prompts: str | None = Field(
-        None, description="JSONL of held-out conversations; null: the held-out split of data.path"
+        None, min_length=1, description="JSONL of held-out conversations; null: the held-out split of data.path"
     )
     num_prompts: Positive = Field(64, description="prompts decoded by an evaluation, in training and by `evaluate RUN`")
     max_new_tokens: Positive = Field(128, description="tokens generated for each")

@@ -122,6 +122,12 @@ def test_auto_is_accepted_where_it_is_resolved(path: str) -> None:
         ("scheduler", "WarmupLR", "an object"),
         ("dflash", None, "an object"),
         ("dflash.ring", [], "an object"),
+        ("dflash.data.token_budget", 10**12, "at most 2147483647"),
+        ("dflash.data.max_batch_size", 2**31, "at most 2147483647"),
+        ("gradient_accumulation_steps", 10**30, "at most 2147483647"),
+        ("dflash.drafter.num_layers", 10**6, "at most 1024"),
+        ("dflash.drafter.head_dim", 10**9, "at most 1048576"),
+        ("dflash.drafter.init_from", "", "must not be empty"),
     ],
 )
 def test_value_outside_its_range_names_field_value_and_rule(path: str, value: Any, words: str) -> None:
@@ -172,8 +178,11 @@ def test_an_overflowing_number_is_refused() -> None:
         (json.dumps({"dflash": {"data": {"path": "a\0b"}}}), "dflash.data.path = 'a\\x00b': holds a NUL"),
         (json.dumps({"dflash": {"run": {"output_dir": "~nosuchuser/x"}}}), "there is no user 'nosuchuser'"),
         (json.dumps({"dflash": {"run": {"name": "x" * 300}}}), "dflash.run.name"),
+        (json.dumps({"tensorboard": {"job_name": "\ud800"}}), "tensorboard.job_name = '\\ud800': is no valid text"),
+        (json.dumps({"dflash": {"data": {"path": "x" * 300}}}), "is too long for a path"),
+        (json.dumps({"dflash": {"data": {"path": "x/" * 3000}}}), "is too long for a path"),
     ],
-    ids=["digits", "nesting", "NUL", "nobody", "long name"],
+    ids=["digits", "nesting", "NUL", "nobody", "long name", "surrogate", "long part", "long path"],
 )
 def test_absurd_input_is_one_message(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -186,6 +195,7 @@ def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         assert str(path) in str(caught.value)
+        assert ("is a folder" if path.is_dir() else "no such file") in str(caught.value)
 
 
 def test_a_relative_path_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
