@@ -10,7 +10,7 @@ from typing import Any
 from recipe.data.answer import Answer, Sampling
 from recipe.data.chat_mask import ChatMask
 from recipe.data.tokenizer import load_tokenizer
-from recipe.errors import ConfigError
+from recipe.whole_model import load_whole_model
 
 
 class LocalEngine:
@@ -19,20 +19,13 @@ class LocalEngine:
 
     def __init__(self, path: str, device: str = "auto", dtype: str = "auto", batch_size: int = 16) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
         self.torch, self.batch_size = torch, batch_size
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if dtype == "auto":
             dtype = "bfloat16" if self.device == "cuda" else "float32"
         self.tokenizer = load_tokenizer(path, field="--model")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                "--model", path, f"cannot be loaded ({error})"[:300], "give a folder with weights"
-            ) from error
-        self.model = model.to(self.device).eval()
+        self.model = load_whole_model(path, getattr(torch, dtype), "--model").to(self.device)
         if self.device == "cpu":
             _unwrap_gpu_kernels(self.model)
         self.stops = sorted(ChatMask(self.tokenizer, path).stops)

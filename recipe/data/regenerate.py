@@ -266,10 +266,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every prompt has its answer, 1 when some failed (run it again), ConfigError (2) for mistakes."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for name in ("max_tokens", "concurrency", "batch_size"):
-        if getattr(args, name) < 1:
+    for name in ("max_tokens", "concurrency", "batch_size", "limit"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError("--" + name.replace("_", "-"), getattr(args, name), "must be ≥ 1", "raise it")
-    for name in ("retries", "temperature", "limit"):
+    for name in ("retries", "temperature"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError("--" + name, value, "must be a number ≥ 0", "leave it out for the default")
@@ -290,7 +290,10 @@ def run(args: argparse.Namespace) -> int:
     dropped = f" dropped={dict(out.dropped)}" if out.dropped else ""
     print(f"written={out.written} resumed={out.resumed} failed={out.failed} truncated={out.truncated}{dropped}")
     if out.written + out.resumed == 0:
-        raise ConfigError("--input", args.input, "gave no answer: 0 usable prompts", "see the reasons above")
+        named = ", ".join(args.input)
+        why = ", ".join(f"{reason} × {count}" for reason, count in (out.dropped or {}).items())
+        why = why or (f"{out.failed} failed" if out.failed else "no row in it")
+        raise ConfigError("--input", named, f"gave no answer: {why}", "mend the rows, or name a file with prompts")
     if out.failed:
         print(f"{out.failed} prompts failed; the same command tries them again")
     return 1 if out.failed else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from recipe.decode.cache import TargetPass, TargetSession, copied
 from recipe.decode.drafter_batch import BatchBlockProposer, BatchProposer, pad
@@ -22,6 +22,14 @@ from recipe.decode.plain import PlainResult, now
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import Block, BlockProposer, DecodeResult, Proposer, SpeculativeDecoder, commit
 from recipe.errors import ConfigError
+
+
+def check_batches(config: Any) -> None:
+    """ConfigError for a target, by its transformers config, whose caches cannot be put side by side."""
+    for layer in DynamicCache(config=config).layers:
+        if not hasattr(layer, "recurrent_states") and type(layer) is not DynamicLayer:
+            rule = f"this target keeps {type(layer).__name__}s, which are not decoded in batches"
+            raise ConfigError("--batch-size", "more than 1", rule, "use --batch-size 1")
 
 
 class BatchSession(TargetSession):
@@ -35,10 +43,7 @@ class BatchSession(TargetSession):
         logits: bool = True,
     ) -> None:
         super().__init__(model, target_layer_ids, head, logits)
-        for layer in self._cache.layers:
-            if not hasattr(layer, "recurrent_states") and type(layer) is not DynamicLayer:
-                rule = f"this target keeps {type(layer).__name__}s, which are not decoded in batches"
-                raise ConfigError("--batch-size", "more than 1", rule, "use --batch-size 1")
+        check_batches(model.config)
         self.lengths: list[int] = []
         self._valid = torch.empty(0)
 

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe.config.paths import heldout_prompts
 from recipe.config.schema import Evaluation as EvaluationSettings
+from recipe.data.tokenizer import load_tokenizer
+from recipe.decode.batch import check_batches
 from recipe.decode.drafter_cache import IncrementalDrafter
-from recipe.decode.measure import Evaluation, Progress, measure
+from recipe.decode.measure import Evaluation, Progress, Task, measure
 from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import DrafterConfig
@@ -26,6 +29,7 @@ from recipe.shapes import TargetShape, model_folder
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.shard_plan import RankPlan, ShardPlan
+from recipe.whole_model import load_whole_model
 
 SMALL = 50_000_000  # parameters
 
@@ -56,57 +60,27 @@ def find_source(path: Path) -> Source:
     if not exports:
         raise ConfigError("RUN", str(path), "the run has no export yet", f"run: python -m recipe export {path}")
     ours = data["dflash"]
-    prompts = (ours.get("evaluation") or {}).get("prompts")
-    prompts = Path(prompts) if prompts else Path(ours["data"]["path"]) / "heldout_prompts.jsonl"
     settings = EvaluationSettings.model_validate(ours.get("evaluation") or {})
+    prompts = heldout_prompts(settings.prompts, ours["data"]["path"])
     return Source(exports[-1], ours["target"]["path"], ours["target"].get("revision"), prompts, settings)
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The plain transformers model of a local folder, in evaluation mode. ConfigError when its files are no model."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 
     if device.type == "cpu":
         use_torch_kernels_on_cpu(force=True)
-    logging.set_verbosity_error()  # its notes on missing kernels are no news here: cpu_kernels.py decides that
-    logging.disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # transformers, safetensors and json raise many types for damaged files
-        rule = f"cannot be loaded ({type(error).__name__}: {_first_line(error)})"
-        if "ignore_mismatched_sizes" in str(error):
-            rule = "the weights in it have other shapes than its config.json says"
-        raise ConfigError("--target", str(folder), rule, "fetch the model again, or name a complete folder") from error
-    if report["missing_keys"]:  # transformers makes them up at random
-        missing = sorted(report["missing_keys"])
-        rule = f"lacks {len(missing)} tensors, the first: {missing[0]}"
-        raise ConfigError("--target", str(folder), rule, "fetch the model again, or name a complete folder")
-    return model.to(device).eval()
+    model: nn.Module = load_whole_model(folder, dtype, "--target")
+    return model.to(device)
 
 
 def tokenizer_of(folder: Path) -> Any:
     """The target's tokenizer. ConfigError when the folder holds none that can be loaded."""
-    from transformers import AutoTokenizer
-
     fix = "name the target's folder with its tokenizer"
     if not any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError("--target", str(folder), "has no tokenizer", fix)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many types here, all of which mean "no tokenizer"
-        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {_first_line(error)})"
-        raise ConfigError("--target", str(folder), rule, fix) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+    return load_tokenizer(folder, "--target")
 
 
 def check_fit(config: DrafterConfig, shape: TargetShape, depth_known: bool = True) -> None:
@@ -198,44 +172,58 @@ def evaluate(
     _check_numbers(num_prompts, max_new_tokens, batch_size, temperature)
     where = pick_device(device)
     source = find_source(export_or_run)
-    num_prompts = num_prompts or source.settings.num_prompts
     max_new_tokens = max_new_tokens or source.settings.max_new_tokens
     config, weights = load_export(source.export)
-    if target is None and source.target is None:
-        raise ConfigError("--target", None, "an export does not know where its target is", "add --target PATH")
-    folder = model_folder(str(target or source.target), None if target else source.revision)
+    folder = _target_of(source, target)
     shape = TargetShape.resolve(str(folder))
     check_fit(config, shape, "num_target_layers" in read_config(source.export))
     check_degree(tp, shape, where, device)
-    rows = source.prompts if prompts is None else prompts
-    if rows is None:
-        raise ConfigError("--prompts", None, "an export does not know its held-out prompts", "add --prompts FILE")
-    listed = read_prompts(rows) if isinstance(rows, (str, Path)) else list(rows)
+    if batch_size > 1:
+        check_batches(_model_config(folder))
+    rows = _rows_of(source, prompts)[: num_prompts or source.settings.num_prompts]
     tokenizer = tokenizer_of(folder)
-    encoded = encode_prompts(listed[:num_prompts], tokenizer, template_kwargs)
+    encoded, most = encode_prompts(rows, tokenizer, template_kwargs), shape.max_position_embeddings
+    Task(encoded, max_new_tokens, max_length=most)  # prompts too long for the target: said before weights load
 
     kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
+    named = prompts if isinstance(prompts, (str, Path)) else source.prompts if prompts is None else None
     settings = {
         "export": str(source.export), "target": str(folder), "block_size": config.block_size,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "device": str(where),
         "batch_size": batch_size, "target_tp": tp,
         "dtype": str(kind).removeprefix("torch."), "template_kwargs": dict(template_kwargs or {}),
-        "prompts_file": str(rows) if isinstance(rows, (str, Path)) else None, "rendered_prompt": encoded[0].text,
+        "prompts_file": None if named is None else str(named), "rendered_prompt": encoded[0].text,
     }  # fmt: skip
     with opened(folder, shape, config.target_layer_ids, where, kind, tp) as (model, embed, head):
-        return measure(
-            SpeculativeDecoder(model, drafter_on(config, weights, embed), embed, head),
-            encoded,
-            max_new_tokens,
-            temperature,
-            stop_ids(folder, tokenizer),
-            device=embed.device,
-            seed=seed,
-            max_length=shape.max_position_embeddings,
-            progress=progress,
-            batch_size=batch_size,
-            settings=settings,
-        )
+        decoder = SpeculativeDecoder(model, drafter_on(config, weights, embed), embed, head)
+        limits = (max_new_tokens, temperature, stop_ids(folder, tokenizer))
+        how: dict[str, Any] = {"seed": seed, "max_length": most, "progress": progress, "batch_size": batch_size}
+        return measure(decoder, encoded, *limits, device=embed.device, settings=settings, **how)
+
+
+def _target_of(source: Source, target: str | Path | None) -> Path:
+    if target is None and source.target is None:
+        raise ConfigError("--target", None, "an export does not know where its target is", "add --target PATH")
+    return model_folder(str(target or source.target), None if target else source.revision)
+
+
+def _model_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of a config.json that is not one of its own
+        rule = f"transformers cannot read its config.json ({type(error).__name__})"
+        raise ConfigError("--target", str(folder), rule, "fetch config.json again, or use another model") from error
+
+
+def _rows_of(source: Source, prompts: Sequence[Mapping[str, Any]] | Path | None) -> list[Mapping[str, Any]]:
+    """The rows to decode: those given, of the file given, or those that the run held out."""
+    rows = source.prompts if prompts is None else prompts
+    if rows is None:
+        rule = "there are no held-out prompts: an export knows none, and a run only those of its rows"
+        raise ConfigError("--prompts", None, rule, "add --prompts FILE, or prepare the rows with --holdout")
+    return [*read_prompts(rows)] if isinstance(rows, (str, Path)) else list(rows)
 
 
 def _check_numbers(num_prompts: int | None, max_new_tokens: int | None, batch_size: int, temperature: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -332,3 +333,39 @@ def test_a_mismatch_of_samples_by_rounding_is_a_tie() -> None:
         assert mismatch.numeric_tie == (mismatch.gap <= mismatch.noise)
         ties, faults = ties + mismatch.numeric_tie, faults + (not mismatch.numeric_tie)
     assert faults and ties + faults == 12
+
+
+def test_damaged_weights_are_named_everywhere(target_dir: Path, export_dir: Path, tmp_path: Path) -> None:
+    """evaluate and regenerate read a target through one door: the message names the file that is cut."""
+    from recipe.data.local_engine import LocalEngine
+    from recipe.whole_model import load_whole_model
+
+    copy = Path(shutil.copytree(target_dir, tmp_path / "cut"))
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    doors: list[tuple[str, Callable[[], object]]] = [
+        ("--target", lambda: evaluate(export_dir, copy, ROWS, max_new_tokens=2)),
+        ("--model", lambda: LocalEngine(str(copy), "cpu")),
+        ("dflash.target.path", lambda: load_whole_model(copy, torch.float32, "dflash.target.path")),
+    ]
+    for field, door in doors:
+        with pytest.raises(ConfigError, match=rf"{field}.*model\.safetensors cannot be read"):
+            door()
+
+
+def test_batches_are_refused_before_weights_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    from recipe.decode import evaluate as module
+
+    folder = tmp_path / "sliding"
+    AutoConfig.for_model(
+        "gemma3_text", vocab_size=98, hidden_size=32, num_hidden_layers=5, intermediate_size=32, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=16, max_position_embeddings=64,
+    ).save_pretrained(folder)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"--batch-size.*not decoded in batches"):
+        module.check_batches(module._model_config(folder))
+    export = export_hf(*drafter_parts(depth=5)[::-1], tmp_path / "export", "float32")
+    monkeypatch.setattr(module, "check_fit", lambda *_: None)
+    with pytest.raises(ConfigError, match="--batch-size"):  # there is no weight file at all
+        evaluate(export, folder, ROWS, batch_size=2)
