@@ -12,7 +12,8 @@ from recipe.target.architectures import ARCHITECTURES
 from recipe.target.loader import LoadProgress, load_target
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.shard_plan import ShardPlan
-from recipe.target.stock import load_stock, no_exact_sums
+from recipe.target.stock import load_stock
+from recipe.target.verify import no_exact_sums
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine

@@ -17,14 +17,17 @@ from recipe.config import RunConfig, load_config, resolve
 from recipe.config.feasibility import DTYPE_BYTES, ring_size
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape
+from recipe.target.architectures import ARCHITECTURES
 from recipe.target.plan_cost import (
     H200_ALL_REDUCE_GB_S,
     H200_DRAFTER_TFLOPS,
     H200_TARGET_TFLOPS,
+    PlanRow,
     drafter_flop_per_token,
     plan_table,
     recommend_splits,
 )
+from recipe.target.plan_stock import stock_table
 
 MOST_GPUS = 64  # of a node, and so of a tensor-parallel group, which never spans nodes
 SHOWN_SPLITS = 8
@@ -69,10 +72,21 @@ def build_plan(args: argparse.Namespace) -> dict[str, Any]:
     config = resolve(config, shape=shape, gpus=gpus)
     ours = config.dflash
     degrees = range(1, 9) if args.tp is None else (args.tp,)
-    size, last, taps = DTYPE_BYTES[ours.target.dtype], ours.objective.soft_labels, ours.target.target_layer_ids
+    size, last, taps = DTYPE_BYTES[ours.target.dtype], needs_logits(ours) is not None, ours.target.target_layer_ids
     rates = (args.tflops, args.all_reduce_gb_s, ours.target.exact_sums)
-    rows = plan_table(shape, degrees, size, taps, last, *rates)
-    possible = plan_table(shape, range(1, min(gpus, 9)), size, taps, last, *rates) if args.tp is None else rows
+    stock = shape.model_type not in ARCHITECTURES
+
+    def table(wanted: Sequence[int]) -> list[PlanRow]:
+        if not stock:
+            return plan_table(shape, wanted, size, taps, last, *rates)
+        depth = shape.num_layers if last or not taps else max(taps) + 1
+        return stock_table(shape, wanted, size, depth, rates[:2])
+
+    rows = table(degrees)
+    if not rows:
+        rule = f"AutoTP shares out whole key/value heads, and {shape.model_type} has {shape.num_key_value_heads}"
+        raise ConfigError("--tp", args.tp, rule, "give at most as many")
+    possible = table(range(1, min(gpus, 9))) if args.tp is None else rows
     flop = drafter_flop_per_token(config, shape)
     splits = recommend_splits(possible, gpus, flop, ours.ring.reuse, args.drafter_tflops, args.gpu_memory_gb * 1e9)
     return {
@@ -83,6 +97,7 @@ def build_plan(args: argparse.Namespace) -> dict[str, Any]:
         "ring_bytes": ring_size(config, shape).bytes,
         "reuse": ours.ring.reuse,
         "exact_sums": ours.target.exact_sums,
+        "autotp": stock,
         "tflops": args.tflops,
         "drafter_tflops": args.drafter_tflops,
         "all_reduce_gb_s": args.all_reduce_gb_s,
@@ -115,7 +130,10 @@ def print_table(plan: dict[str, Any]) -> None:
             f"  {max(row['rank_bytes']) / 1e9:14.2f}"
             f"  {row['all_reduce_bytes'] / 1e3:19.0f}  {row['tokens_per_s']:10,.0f}  {heads}; {columns}"
         )
-    if plan["exact_sums"]:
+    if plan["autotp"]:
+        print("no shard plan for this type: DeepSpeed's AutoTP cuts it by whole key/value heads, if it can. Rows are")
+        print("what that would be; `train --check` tries it without weights, and the ranks check it at their start")
+    elif plan["exact_sums"]:
         print("exact sums: inputs are gathered and no sum is split over ranks (all-reduce stands for the gathers)")
     if len(plan["degrees"]) == 1:
         _print_ranks(plan["degrees"][0])

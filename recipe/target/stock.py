@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,9 +58,28 @@ def load_stock(
     else:
         use_torch_kernels_on_cpu()
     decoder = load_whole(path, shape, dtype, taps, need_last_hidden, revision)
+    return cut_decoder(
+        decoder, shape, shape.vocab_size, tp, group, device, dtype, {0, *taps, len(layers_of(decoder)) - 1}
+    )
+
+
+def cut_decoder(
+    decoder: Any,
+    shape: TargetShape,
+    vocabulary: int,
+    tp: int,
+    group: ProcessGroup | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    compared: Collection[int],
+) -> InferenceEngine:
+    """AutoTP's cut of a whole decoder on the CPU, checked on the outputs of the layers ``compared``.
+
+    ``vocabulary``: ids below it make the batch. Raises ConfigError as `load_stock` does.
+    """
     buffers = {name: buffer.clone() for name, buffer in decoder.named_buffers()}
-    compared = sorted({0, *taps, len(layers_of(decoder)) - 1})
-    expected = check_outputs(decoder, shape, compared, torch.device("cpu")) if tp > 1 else {}
+    cpu = torch.device("cpu")
+    expected = check_outputs(decoder, vocabulary, sorted(compared), cpu) if tp > 1 else {}
     whole = _layer_bytes(decoder)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # AutoTP prints what it guessed
@@ -74,7 +93,7 @@ def load_stock(
         engine.module.get_submodule(owner)._buffers[attribute] = buffer.to(device)
     if tp > 1:
         check_shares(shape, tp, gather_over_group(_layer_bytes(engine.module) / whole, group, device))
-        compare_outputs(engine.module, shape, tp, expected, device, dtype)
+        compare_outputs(engine.module, shape, tp, expected, device, dtype, vocabulary)
     return engine
 
 
@@ -109,11 +128,11 @@ def load_whole(
 
 
 def check_outputs(
-    decoder: nn.Module, shape: TargetShape, layers: Sequence[int], device: torch.device
+    decoder: nn.Module, vocabulary: int, layers: Sequence[int], device: torch.device
 ) -> dict[int, torch.Tensor]:
     """Layer -> its output [2, 24, H] in fp32 on the CPU, for a random batch that is the same everywhere."""
     generator = torch.Generator().manual_seed(20)
-    ids = torch.randint(0, shape.vocab_size, (CHECK_ROWS, CHECK_TOKENS), generator=generator)
+    ids = torch.randint(0, vocabulary, (CHECK_ROWS, CHECK_TOKENS), generator=generator)
     capture = TapCapture(decoder, layers)
     try:
         outputs = capture.capture(ids.to(device))
@@ -129,10 +148,11 @@ def compare_outputs(
     expected: dict[int, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
+    vocabulary: int,
 ) -> None:
     """Runs the cut model over the batch of ``check_outputs``; ConfigError names the first layer that differs."""
     try:
-        found = check_outputs(decoder, shape, list(expected), device)
+        found = check_outputs(decoder, vocabulary, list(expected), device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError, AttributeError) as error:
@@ -162,12 +182,6 @@ def refusal(shape: TargetShape, tp: int, what: str) -> ConfigError:
     rule = f"{shape.model_type} cannot be sharded at this degree: {what}"
     planned = ", ".join(sorted(ARCHITECTURES))
     return ConfigError("dflash.layout.target_tp", tp, rule, f"use 1 or another degree, or a target of: {planned}")
-
-
-def no_exact_sums(shape: TargetShape) -> ConfigError:
-    """What the user reads who asks it of AutoTP."""
-    rule = f"{shape.model_type} is sharded by DeepSpeed's AutoTP, which adds up the ranks' parts"
-    return ConfigError("dflash.target.exact_sums", True, rule, "set it to false")
 
 
 def _layer_bytes(decoder: nn.Module) -> int:

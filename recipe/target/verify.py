@@ -10,7 +10,7 @@ from recipe.config import RunConfig
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
 from recipe.target.architectures import ARCHITECTURES
-from recipe.target.logits import refuse_changed_logits
+from recipe.target.logits import needs_logits, refuse_changed_logits
 from recipe.target.pieces import Piece, pieces_of
 from recipe.target.shard_plan import ShardPlan
 from recipe.weights import Checkpoint
@@ -42,7 +42,8 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     """Before a launch: every tensor that the target and the drafter of a resolved config will read, by its header.
 
     Imports transformers' code of this model type (seconds). Raises ConfigError: an unknown model type, a missing or
-    truncated file, a tensor whose shape contradicts config.json or whose dtype cannot be computed with.
+    truncated file, a tensor whose shape contradicts config.json or whose dtype cannot be computed with; for a type
+    without a shard plan, a degree at which AutoTP fails or is wrong (tried on two random layers).
     """
     from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 
@@ -54,17 +55,18 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     from recipe.target.model import build_meta_model, parameter_shapes
 
     ours = config.dflash
-    last, taps = ours.objective.soft_labels or ours.evaluation.every > 0, ours.target.target_layer_ids or []
+    asking, taps = needs_logits(ours), ours.target.target_layer_ids or []
+    last = asking is not None
     depth = shape.num_layers if last or not taps else max(taps) + 1
     source = str(model_folder(ours.target.path, ours.target.revision) / "config.json")
     try:
         full_shapes = parameter_shapes(build_meta_model(shape, depth, last, torch.bfloat16))
-        if last:
-            refuse_changed_logits(shape)
+        if asking is not None:
+            refuse_changed_logits(shape, asking)
     except ConfigError:
         raise
     except Exception as error:  # whatever transformers makes of a config.json that is not one of its own
-        rule = f"transformers cannot build a model from it: {type(error).__name__}: {str(error).splitlines()[:1]}"
+        rule = f"transformers cannot build a model from it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(source, shape.model_type, rule, "fetch config.json again, or use another model") from error
     checkpoint = Checkpoint(ours.target.path, ours.target.revision)
     if shape.model_type in ARCHITECTURES:  # the rest is read by transformers, under names that it alone knows
@@ -72,3 +74,24 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     vocabulary = (shape.vocab_size, shape.hidden_size)
     checkpoint.expect(checkpoint.embedding_name if checkpoint.tied else "lm_head.weight", vocabulary)
     checkpoint.close()
+    if shape.model_type not in ARCHITECTURES and ours.layout.target_tp > 1:
+        _try_autotp(config, shape)
+
+
+def _try_autotp(config: RunConfig, shape: TargetShape) -> None:
+    from recipe.target.stock_check import check_without_weights
+
+    target, tp = config.dflash.target, config.dflash.layout.target_tp
+    if target.exact_sums:
+        raise no_exact_sums(shape)
+    unknown = check_without_weights(shape, tp, target.dtype)
+    if unknown is not None:
+        print(
+            f"not known before the start: whether AutoTP cuts {shape.model_type} rightly ({unknown}); the ranks check"
+        )
+
+
+def no_exact_sums(shape: TargetShape) -> ConfigError:
+    """What the user reads who asks it of AutoTP."""
+    rule = f"{shape.model_type} is sharded by DeepSpeed's AutoTP, which adds up the ranks' parts"
+    return ConfigError("dflash.target.exact_sums", True, rule, "set it to false")

@@ -20,6 +20,7 @@ from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.open import open_target
 from recipe.target.stock import check_outputs, check_shares, compare_outputs, load_stock, load_whole
+from recipe.target.stock_check import check_without_weights
 from recipe.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed would move the model to the GPU")
@@ -144,14 +145,14 @@ def test_two_ranks_are_exact_or_refused_by_name(saved: Path) -> None:
 def test_self_check_names_the_layer_that_is_wrong(saved: Path) -> None:
     shape = TargetShape.resolve(str(saved / "gpt_neox"))
     decoder = load_whole(str(saved / "gpt_neox"), shape, torch.float32, TAPS, True)
-    expected = check_outputs(decoder, shape, [0, 1, 2], CPU)
-    compare_outputs(decoder, shape, 2, expected, CPU, torch.float32)  # as it is, it passes
+    expected = check_outputs(decoder, shape.vocab_size, [0, 1, 2], CPU)
+    compare_outputs(decoder, shape, 2, expected, CPU, torch.float32, shape.vocab_size)  # as it is, it passes
     columns = layers_of(decoder)[1].attention.dense.weight
     columns.data = columns.data.roll(16, dims=1)  # each head's output is taken for its neighbour's
     with pytest.raises(ConfigError, match=r"target_tp.*gpt_neox.*layer 1 .*relative error"):
-        compare_outputs(decoder, shape, 2, expected, CPU, torch.float32)
+        compare_outputs(decoder, shape, 2, expected, CPU, torch.float32, shape.vocab_size)
     with pytest.raises(ConfigError, match=r"layer 1 "):  # far above rounding in bf16 too
-        compare_outputs(decoder, shape, 2, expected, CPU, torch.bfloat16)
+        compare_outputs(decoder, shape, 2, expected, CPU, torch.bfloat16, shape.vocab_size)
 
 
 def test_ranks_without_work_are_refused(saved: Path) -> None:
@@ -175,3 +176,28 @@ def test_soft_labels_are_refused_where_the_head_is_not_all(saved: Path, tmp_path
         with pytest.raises(ConfigError, match=rf"soft_labels.*{cause}"):
             open_target(str(folder), shape, 1, 0, None, "cpu", torch.float32, TAPS, True)
         open_target(str(folder), shape, 1, 0, None, "cpu", torch.float32, TAPS, False)
+
+
+def test_autotp_is_tried_before_the_launch_without_weights() -> None:
+    refused = TargetShape.from_config({"model_type": "olmo2", **SETTINGS})
+    with pytest.raises(ConfigError, match=r"target_tp = 2.*olmo2 cannot be sharded.*does not run"):
+        check_without_weights(refused, 2, "float32")
+
+
+@pytest.mark.slow
+def test_the_trial_without_weights_agrees_with_the_check_at_the_start() -> None:
+    for model_type, cause in {"gpt_neox": None, "gpt2": "cannot cut it", "mixtral": "of the layers' weights"}.items():
+        shape = TargetShape.from_config({"model_type": model_type, **SETTINGS})
+        if cause is None:
+            assert check_without_weights(shape, 2, "float32") is None
+            continue
+        with pytest.raises(ConfigError, match=rf"target_tp = 2.*{model_type} cannot be sharded.*{cause}"):
+            check_without_weights(shape, 2, "float32")
+
+
+def test_exact_sums_are_refused_where_autotp_adds(saved: Path) -> None:
+    shape = TargetShape.resolve(str(saved / "gpt_neox"))
+    with pytest.raises(ConfigError, match=r"exact_sums.*gpt_neox"):
+        open_target(
+            str(saved / "gpt_neox"), shape, 2, 0, None, "cpu", torch.float32, TAPS, True, None, None, exact_sums=True
+        )
