@@ -6,7 +6,6 @@ Used by the target benchmark: 51 GB of Qwen3.6-27B's text model are written in s
 from __future__ import annotations
 
 import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generat
         return torch.empty(shape, device=device).uniform_(0.5, 16, generator=generator).log().to(dtype)
     noise = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
     if len(shape) > 1:
-        inputs = math.prod(shape[1:])
+        inputs = shape[-1]  # of a convolution and of one expert too
         return noise.mul_(0.02 if "embed" in name else 0.5 * inputs**-0.5)
     # Qwen3.5 stores its norms' gains as offsets from one; only the gated norm, dt_bias and other models hold the gain
     return noise.mul_(0.1).add_(1.0 if name.endswith(("linear_attn.norm.weight", "dt_bias")) else 0.0)
