@@ -19,6 +19,7 @@ from tests.integration.launches import Launch
 TARGETS, DRAFTERS = (0, 1), (2, 3)
 RING_TIMEOUT_S = 20
 GONE_S, HUNG_GONE_S = 10.0, float(RING_TIMEOUT_S)
+BUSY, TRIES = 3.0, 5  # load per core of a machine with other work on it; how often a kill may be starved there
 START_UP = ("checking", "touching the ring's memory", "importing the model code", "ready")
 OF_TARGETS = (*START_UP, "loading the target")
 OF_DRAFTERS = (*START_UP, "loading embedding and head", "building the drafter")
@@ -109,14 +110,14 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
     while (struck := launch.struck_at()) is None:
         assert launch.code() is None, f"{order} never came about: {launch.output[-3000:]}"
         time.sleep(0.01)
-    code = launch.wait(order.limit_s + 20)
+    code = launch.wait(order.limit_s + 40)
     seconds = time.time() - struck - order.delay
     said = f"{order}: {seconds:.1f} s, exit {code}\n{launch.output[-4000:]}"
-    assert code is not None, f"not gone after {order.limit_s + 20:.0f} s: {said}"
+    assert code is not None, f"not gone after {order.limit_s + 40:.0f} s: {said}"
     assert code not in (0, 2), said
-    assert seconds < order.limit_s, said
     line = last_line(launch.output)
     if order.phase in ("exporting", "waiting for the others to end") and line.startswith("error: the run is done ("):
+        assert_in_time(seconds, order.limit_s, said)
         return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
     assert launch.output.count("the run ends because of") == 1, said
     assert_named(line, order, run_dir, said)
@@ -130,7 +131,18 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
     if order.manner in HANGS and run_dir.is_dir():
         stacks = sorted(path.name for path in (run_dir / "stacks").glob("rank_*.txt"))
         assert stacks == [f"rank_{rank}.txt" for rank in range(4)], f"{stacks} {said}"
+    assert_in_time(seconds, order.limit_s, said)
     return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
+
+
+class Starved(AssertionError):
+    """It took too long while others used the machine. All else that is promised held; the kill is tried again."""
+
+
+def assert_in_time(seconds: float, limit_s: float, said: str) -> None:
+    """``limit_s`` is a promise for a machine that is not overloaded by others."""
+    if seconds >= limit_s:
+        raise (Starved if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1) else AssertionError)(said)
 
 
 def assert_named(line: str, order: Order, run_dir: Path, said: str) -> None:

@@ -28,8 +28,11 @@ from tests.integration.kills import (
     GONE_S,
     HUNG_GONE_S,
     RING_TIMEOUT_S,
+    TRIES,
     Kill,
     Order,
+    Starved,
+    assert_in_time,
     document,
     draw_orders,
     judge,
@@ -136,7 +139,7 @@ def assert_same_run(place: Workplace, name: str, launches: list[Launch]) -> None
 def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill]) -> list[Order]:
     """Kill, resume, kill, …, finish, compare. Returns the orders that could not come about any more."""
     launches: list[Launch] = []
-    left, port = list(orders), str(free_port())
+    left, port, starved = list(orders), str(free_port()), 0
     while left:
         order = left[0]
         launch = place.launch(name, order, "--master-port", port)  # the same port at once: it must be free again
@@ -146,8 +149,13 @@ def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill
         if launch.struck_at() is None:
             assert launch.code() == 0, f"{order}\n{launch.output[-4000:]}"
             break  # the run was over before that moment came
-        left.pop(0)
-        kills.append(judge(launch, order, place.run_dir(name)))
+        try:
+            kills.append(judge(launch, order, place.run_dir(name)))
+            left.pop(0)
+        except Starved:
+            starved += 1
+            if starved > TRIES:
+                raise
         if (place.run_dir(name) / "summary.json").exists():
             break  # all was done when it died
         (place.runs / "ballast").unlink(missing_ok=True)
@@ -214,15 +222,23 @@ def test_kills_from_outside(real: bool, tmp_path: Path, server: ForkServer, pyte
     """Signals to ranks, launcher, runner and the command line itself; ``real``: of the real command."""
     place = make_workplace(tmp_path, server, dflash__run__epochs=3, dflash__run__save_every=2)
     kills: list[Kill] = []
-    for index, (victim, manner, after) in enumerate(OUTSIDE):
-        name = f"outside{index}"
+    left, starved = list(OUTSIDE), 0
+    while left:
+        victim, manner, after = left[0]
+        name = f"outside{len(kills) + starved}"
         launch = real_launch(tmp_path / "launches" / name, place.words(name)) if real else place.launch(name)
         if after:
             launch.wait_for(after, 600.0)
         else:
             launch.pid(victim)
             time.sleep(random.uniform(0.0, 3.0 if real else 0.3))  # while it still imports or connects
-        kills.append(kill_from_outside(launch, victim, manner, place.run_dir(name)))
+        try:
+            kills.append(kill_from_outside(launch, victim, manner, place.run_dir(name)))
+            left.pop(0)
+        except Starved:
+            starved += 1
+            if starved > TRIES:
+                raise
         write_down(pytestconfig, "real" if real else "outside", kills)
     place.finish("outside0")
     again, straight = place.weights("outside0"), place.weights("whole")
@@ -234,11 +250,10 @@ def kill_from_outside(launch: Launch, victim: str, manner: str, run_dir: Path) -
     os.kill(pid, signal.Signals[manner])
     struck = time.monotonic()
     limit_s = HUNG_GONE_S if manner == "SIGSTOP" else GONE_S
-    code = launch.wait(limit_s + 20)
+    code = launch.wait(limit_s + 40)
     seconds = time.monotonic() - struck
     said = f"{victim} {manner}: {seconds:.1f} s, exit {code}\n{launch.output[-4000:]}"
     assert code not in (None, 0, 2), said
-    assert seconds < limit_s, said
     if victim == "cli" and manner == "SIGKILL":
         line = next(line for line in launch.output.splitlines() if line.startswith("the run ends because of"))
     else:
@@ -249,6 +264,7 @@ def kill_from_outside(launch: Launch, victim: str, manner: str, run_dir: Path) -
         who = rf"rank {victim[-1]} \(" if run_dir.exists() else "(a )?rank"
     assert re.match(f"the run ends because of {who}", line), said
     assert not left_in_shm(run_dir.name), said
+    assert_in_time(seconds, limit_s, said)
     role = {"0": "target", "1": "target", "2": "drafter", "3": "drafter"}.get(victim[-1], victim)
     when = "within a step" if run_dir.exists() else "while it starts"
     return Kill(role, when, manner, launch.process is not None, round(seconds, 1), int(code or 0), line)
