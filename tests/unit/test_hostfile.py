@@ -42,12 +42,25 @@ def test_good_files(tmp_path: Path, text: str) -> None:
         ("a slots=8 b slots=8\n", "line 1"),
         ("", "names no host"),
         ("# only a comment\n", "names no host"),
+        ("-oProxyCommand=x slots=8\n", "no name of a host"),
+        ("$(id) slots=8\n", "no name of a host"),
+        ("a\0b slots=8\n", "no name of a host"),
+        ("a slots=" + "9" * 5000, "is no entry"),
+        ("a slots=\u0663\n", "is no entry"),
+        ("A slots=8\na slots=8\n", "line 1 already"),
+        ("a slots=8\x0cb slots=8\n", "is no entry"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hostfile(write(tmp_path, text))
     assert words in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("host", ["node-1.rack_2", "10.0.0.1", "fe80::1", "me@node1", "localhost"])
+def test_names_and_addresses_are_taken(tmp_path: Path, host: str) -> None:
+    assert read_hostfile(write(tmp_path, f"{host} slots=8\n")) == {host: 8}
 
 
 def test_missing_file_is_no_local_run(tmp_path: Path) -> None:
