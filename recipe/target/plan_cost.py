@@ -7,7 +7,7 @@ Speeds are estimates from a TFLOP/s that was given or measured, never a promise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe.config import RunConfig
 from recipe.shapes import TargetShape
@@ -58,6 +58,12 @@ def plan_table(
     speeds = (tflops * 1e12, all_reduce_gb_s * 1e9)
     plans = (ShardPlan.build(shape, tp, exact_sums) for tp in degrees)
     return [_row(shape, plan, depth, dtype_bytes, need_last_hidden, speeds) for plan in plans]
+
+
+def with_head(rows: Sequence[PlanRow], shape: TargetShape, dtype_bytes: int) -> list[PlanRow]:
+    """``rows`` of a target that also decodes during training: its first rank holds the head (a tied one it has)."""
+    more = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * dtype_bytes
+    return [replace(row, rank_bytes=[row.rank_bytes[0] + more, *row.rank_bytes[1:]]) for row in rows]
 
 
 def layer_matrices(shape: TargetShape, plan: ShardPlan, rank: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from recipe.config.feasibility import DTYPE_BYTES, ring_size
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
+from recipe.target.logits import needs_logits
 from recipe.target.plan_cost import (
     H200_ALL_REDUCE_GB_S,
     H200_DRAFTER_TFLOPS,
@@ -26,6 +27,7 @@ from recipe.target.plan_cost import (
     drafter_flop_per_token,
     plan_table,
     recommend_splits,
+    with_head,
 )
 from recipe.target.plan_stock import stock_table
 
@@ -78,9 +80,11 @@ def build_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     def table(wanted: Sequence[int]) -> list[PlanRow]:
         if not stock:
-            return plan_table(shape, wanted, size, taps, last, *rates)
-        depth = shape.num_layers if last or not taps else max(taps) + 1
-        return stock_table(shape, wanted, size, depth, rates[:2])
+            found = plan_table(shape, wanted, size, taps, last, *rates)
+        else:
+            depth = shape.num_layers if last or not taps else max(taps) + 1
+            found = stock_table(shape, wanted, size, depth, rates[:2])
+        return with_head(found, shape, size) if ours.evaluation.every > 0 else found
 
     rows = table(degrees)
     if not rows:

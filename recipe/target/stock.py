@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from recipe.errors import ConfigError
 from recipe.roles.tensor_parallel import gather_over_group, stock_inference_engine
@@ -23,6 +21,7 @@ from recipe.shapes import TargetShape, model_folder
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.capture import TapCapture, layers_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+from recipe.whole_model import load_whole_model
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine
@@ -111,12 +110,7 @@ def load_whole(
         rule = f"name layers from 0 to {shape.num_layers - 1}"
         raise ConfigError("dflash.target.target_layer_ids", list(taps), rule, "name at least one layer of the target")
     folder = model_folder(path, revision)
-    disable_progress_bar()  # one bar per rank would only tear the log
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        rule = f"transformers cannot load this {shape.model_type} model: {_first_line(error)}"
-        raise ConfigError("dflash.target.path", path, rule, "fetch it again, or use another target") from error
+    model = load_whole_model(folder, dtype, "dflash.target.path")
     head = model.get_output_embeddings()
     if need_last_hidden and getattr(head, "bias", None) is not None:
         rule = f"the head of {shape.model_type} has a bias, which soft labels do not support"
