@@ -97,7 +97,8 @@ def _guarded(name: str, arguments: list[str]) -> int:
     try:
         parser, module = build_parser(name)
         code = module.run(parser.parse_args(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller: `>&-`
+            sys.stdout.flush()
         return int(code or 0)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -134,7 +134,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and type(step := record.get("step")) is int and 0 <= step < 2**63:
             records.append(record)
