@@ -176,6 +176,9 @@ screen names rank, role, cause and log, that only the guilty rank's traceback is
 and names the rank once, and that nothing is left in /dev/shm. The next launch starts at once, on the same port. Kills
 are chained (kill, resume, kill, …); every chain ends with the weights of the run that nobody disturbed, bit for bit,
 and every entry was trained exactly once, in the same order.
+A kill that took too long while other work had the machine (more than three runnable processes a core) is repeated: only
+its time is excused. What happens to the command line, the runner or the launcher is no rank's fault: the line names the
+one concerned and the rank that saw it.
 """
 
 
