@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,7 @@ class OtherRanks:
                 return
             found = self.failure()
             self.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2 if isinstance(found, ConfigError) else 1)
 

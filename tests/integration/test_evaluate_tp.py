@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -128,10 +129,13 @@ def test_a_degree_with_nothing_left_for_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.5, 25.0])
-def test_a_rank_that_is_killed_is_named(folders: tuple[Path, Path, Path], tmp_path: Path, after_s: float) -> None:
-    """While it imports, and while it decodes: one line, exit 1, and no process or folder left."""
+def test_a_rank_that_is_killed_is_named(
+    folders: tuple[Path, Path, Path], tmp_path: Path, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it imports, and while it decodes: one line, exit 1, and no folder left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     more = ("--max-new-tokens", 400, "--tp", 2, "--json", tmp_path / "out.json")
     code = in_a_process(arguments(folders, *more), tmp_path / "log", after_s)
     said = (tmp_path / "log").read_text()
     assert code == 1 and "rank 1 of the target ended with exit code -9" in said and "Traceback" not in said
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out.json").exists() and not list(tmp_path.glob("dflash-evaluate-*"))
