@@ -92,7 +92,8 @@ def make_config(folder: Path, **changes: object) -> Path:
             "ring": {"min_ready": 2, "max_depth": 8, "reuse": 2, "timeout_s": 60},
             "drafter": {"num_layers": 2, "block_size": 8, "max_anchors": 32, "num_attention_heads": 4,
                         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96},
-            "objective": {"loss": "dflash", "soft_labels": True, "noise": {"type": "uniform", "start": 0.01, "end": 0.0}},
+            "objective": {"loss": "dflash", "soft_labels": True,
+                          "noise": {"type": "uniform", "start": 0.01, "end": 0.0}},
             "telemetry": {"wandb": {"mode": "disabled"}},
         },
     }  # fmt: skip

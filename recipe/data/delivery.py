@@ -176,7 +176,7 @@ def _cut(
     (positions into ``rows``)."""
     total = np.cumsum(take(lengths, rows), dtype=np.int64)
     order = np.arange(len(rows)) if distinct else None
-    sums = memoryview(total)  # many times faster for single values than the array
+    sums = memoryview(total.data)  # many times faster for single values than the array
     starts, start, before, most = [0], 0, 0, 64
     while start < len(rows):
         stop = bisect_right(sums, before + budget, start, min(start + most, len(rows)))

@@ -185,7 +185,7 @@ class Schedule:
             left[before.reuse[done], before.rows[done]] = False
         return left
 
-    def _plan_batches(self, part: Part, node: int) -> list[np.ndarray]:
+    def _plan_batches(self, part: Part, node: int) -> Sequence[np.ndarray]:
         rows = None if part.rest_of is None else np.flatnonzero(self._left(part).any(axis=0))
         lengths = self.lengths if rows is None else self.lengths[rows]
         plan = plan_epoch(lengths, self.seed, part.epoch, self.token_budget, self.max_batch_size, part.nodes)
@@ -223,7 +223,7 @@ class Schedule:
         """Micro-batches that one node contributes to an optimizer step."""
         return self.world.width
 
-    def batches(self, epoch: int, node: int) -> list[np.ndarray]:
+    def batches(self, epoch: int, node: int) -> Sequence[np.ndarray]:
         """Row ids of the target batches of a whole epoch on the nodes of now, in production order."""
         return self._batches(Part(epoch, self.nodes), node)
 

@@ -1,10 +1,11 @@
 """Real bf16 weights (SmolLM2-135M-Instruct, `./run.sh fetch-smollm2`) against plain transformers at tp 1 and 2.
 
-At tp 1, and at tp 2 with `target.exact_sums`, the taps are transformers' own bits. Without it ranks add rounded parts in
-another order, and bf16 rounds every layer's output: transformers' own bf16 taps are off the fp32 truth by 1.5 % on
-average and by 10 % at single positions (cosine 0.995), and two bf16 runs differ by as much from each other, however right
-both are (docs/decisions.md). What can be asked of that is: on average the taps point where transformers' do, the argmax
-is the same wherever rounding does not decide it, and no statistic is farther from the truth than transformers' own.
+At tp 1, and at tp 2 with `target.exact_sums`, the taps are transformers' own bits. Without it ranks add rounded parts
+in another order, and bf16 rounds every layer's output: transformers' own bf16 taps are off the fp32 truth by 1.5 % on
+average and by 10 % at single positions (cosine 0.995), and two bf16 runs differ by as much from each other, however
+right both are (docs/decisions.md). What can be asked of that is: on average the taps point where transformers' do, the
+argmax is the same wherever rounding does not decide it, and no statistic is farther from the truth than transformers'
+own.
 """
 
 from __future__ import annotations
