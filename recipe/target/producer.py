@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,10 @@ class ProducerPlace:
     replicas: int
     tp_rank: int
     tp: int
+
+    def produces(self, batch: ProductionBatch) -> bool:
+        """Whether ``batch`` is this replica's: the batches of a node are dealt out in turn."""
+        return batch.sequence % self.replicas == self.replica
 
 
 class Producer:
@@ -57,7 +61,7 @@ class Producer:
 
     def run(self, first_step: int) -> None:
         """Produce everything from ``first_step`` to the end of the run, then say that this producer is done."""
-        for batch in self._own_batches(first_step):
+        for batch in filter(self.place.produces, self.schedule.production(first_step, self.place.node)):
             input_ids, lengths, checksums = self._pad(batch)
             if self.turns is not None:
                 self.turns.announce(batch.sequence)
@@ -71,11 +75,6 @@ class Producer:
         self.handoff.close()
         if self.place.tp_rank == 0:
             self.ring.finish(self.place.replica)
-
-    def _own_batches(self, first_step: int) -> Iterator[ProductionBatch]:
-        for batch in self.schedule.production(first_step, self.place.node):
-            if batch.sequence % self.place.replicas == self.place.replica:
-                yield batch
 
     def _pad(self, batch: ProductionBatch) -> tuple[torch.Tensor, np.ndarray, list[int]]:
         """Right-padded ids [n, S]. No mask: a causal model's real positions cannot see what comes after them."""

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from recipe.decode.evaluate import evaluate
 from recipe.telemetry.metrics import read_metrics
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status import read_status
-from tests.integration.launches import ForkServer, Launch, fork_server
+from tests.integration.launches import ForkServer, Launch
 from tests.tiny import make_config, make_rows, make_target
 
 STEPS = 10
 PROMPTS = 5
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with fork_server(tmp_path_factory.mktemp("server") / "log") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +42,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(server: ForkServer, place: Path, name: str, *more: str, **environment: Any) -> Launch:
+def start(forks: ForkServer, place: Path, name: str, *more: str, **environment: Any) -> Launch:
     words = ["train", str(place / "config.json"), "--set", f"dflash.run.name={name}", *more]
     folder = place / "launches" / f"{name}-{len(list((place / 'launches').glob('*')))}"
-    return server.launch(folder, words, **environment)
+    return forks.launch(folder, words, **environment)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -65,15 +58,15 @@ def evaluations(run: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def evaluated(server: ForkServer, place: Path) -> Path:
-    launch = start(server, place, "evaluated")
+def evaluated(forks: ForkServer, place: Path) -> Path:
+    launch = start(forks, place, "evaluated")
     assert launch.wait(150) == 0, launch.output[-3000:]
     return place / "runs" / "evaluated"
 
 
 @pytest.fixture(scope="module")
-def without(server: ForkServer, place: Path) -> Path:
-    launch = start(server, place, "without", "--set", "dflash.evaluation.every=0")
+def without(forks: ForkServer, place: Path) -> Path:
+    launch = start(forks, place, "without", "--set", "dflash.evaluation.every=0")
     assert launch.wait(150) == 0, launch.output[-3000:]
     return place / "runs" / "without"
 
@@ -102,15 +95,15 @@ def test_what_is_trained_does_not_know_of_it(evaluated: Path, without: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_evaluating_after_its_resume(server: ForkServer, place: Path, without: Path) -> None:
-    launch = start(server, place, "killed")
+def test_a_killed_run_goes_on_evaluating_after_its_resume(forks: ForkServer, place: Path, without: Path) -> None:
+    launch = start(forks, place, "killed")
     launch.wait_for("step=5/")
     pid = launch.pid("rank2")
     os.kill(pid, signal.SIGKILL)
     assert launch.wait(60) not in (0, None)
     run = place / "runs" / "killed"
     (run / "eval" / "step_00000004.json").unlink(missing_ok=True)  # as if death had come before the answer
-    again = start(server, place, "killed", "--resume")
+    again = start(forks, place, "killed", "--resume")
     assert again.wait(150) == 0, again.output[-3000:]
     assert sorted(evaluations(run)) == [4, 8, STEPS]
     ours, theirs = weights(run), weights(without)
@@ -119,10 +112,10 @@ def test_a_killed_run_goes_on_evaluating_after_its_resume(server: ForkServer, pl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
-def test_a_death_during_an_evaluation_ends_the_run(server: ForkServer, place: Path, victim: str) -> None:
+def test_a_death_during_an_evaluation_ends_the_run(forks: ForkServer, place: Path, victim: str) -> None:
     """Either rank of the replica, while its sibling waits for it in a broadcast or a sum."""
     more = ["--set", "dflash.evaluation.max_new_tokens=400", "--set", "dflash.evaluation.every=1"]
-    launch = start(server, place, f"dead-{victim}", *more)
+    launch = start(forks, place, f"dead-{victim}", *more)
     launch.wait_for("step=1/")
     folder = place / "runs" / f"dead-{victim}" / "eval"
     deadline = time.monotonic() + 30
@@ -137,14 +130,14 @@ def test_a_death_during_an_evaluation_ends_the_run(server: ForkServer, place: Pa
 
 
 @pytest.mark.slow
-def test_an_evaluation_longer_than_the_time_out_kills_nothing(server: ForkServer, place: Path) -> None:
+def test_an_evaluation_longer_than_the_time_out_kills_nothing(forks: ForkServer, place: Path) -> None:
     """ring.timeout_s bounds a wait; the evaluation is cut into slices, and training goes on between them."""
     rows = [{"prompt": f"w{20 + i} w{40 + i} w{9 + i}"} for i in range(40)]
     (place / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ["--set", "dflash.ring.timeout_s=10", "--set", "dflash.evaluation.max_new_tokens=40"]
     more += ["--set", f"dflash.evaluation.prompts={place / 'many.jsonl'}"]
     more += ["--set", "dflash.objective.soft_labels=false"]  # a target that is loaded whole for it alone
-    launch = start(server, place, "long", *more)
+    launch = start(forks, place, "long", *more)
     assert launch.wait(280) == 0, launch.output[-3000:]
     found = evaluations(place / "runs" / "long")
     assert sorted(found) == [4, 8, STEPS] and all(one["identical"] for one in found.values())

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from tests.integration.kills import (
     last_line,
     left_in_shm,
 )
-from tests.integration.launches import REPOSITORY, ForkServer, Launch, fork_server, real_launch
+from tests.integration.launches import REPOSITORY, ForkServer, Launch, real_launch
 from tests.tiny import make_config, make_rows, make_target
 
 SEED = 20261201
@@ -97,12 +96,6 @@ def make_workplace(folder: Path, server: ForkServer, runs: Path | None = None, *
     checkpoints = (place.run_dir("whole") / "checkpoints").glob("step_*")
     place.steps = max(int(path.name.removeprefix("step_")) for path in checkpoints)
     return place
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with fork_server(tmp_path_factory.mktemp("server") / "log") as one:
-        yield one
 
 
 # -- what must be equal -----------------------------------------------------------------------------------------------
@@ -168,10 +161,12 @@ def run_chain(place: Workplace, name: str, orders: list[Order], kills: list[Kill
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_of_the_kill_matrix(tmp_path: Path, server: ForkServer) -> None:
+def test_a_sample_of_the_kill_matrix(tmp_path: Path, forks: ForkServer) -> None:
     """One target in a step, one drafter in a save; resumed, the run is the one that was never killed."""
-    place = make_workplace(tmp_path, server, dflash__run__epochs=1, dflash__run__save_every=2)
-    rng = random.Random()
+    place = make_workplace(tmp_path, forks, dflash__run__epochs=1, dflash__run__save_every=2)
+    seed = time.time_ns() % 1_000_000
+    print(f"seed {seed}")  # shown by a red CI
+    rng = random.Random(seed)
     orders = [
         Order(rng.choice((0, 1)), "step", count=4, delay=rng.uniform(0.0, 0.3)),
         Order(2, "save", count=rng.randint(1, 10), save=1),
@@ -182,13 +177,13 @@ def test_a_sample_of_the_kill_matrix(tmp_path: Path, server: ForkServer) -> None
 
 
 @pytest.mark.slow
-def test_the_kill_matrix(tmp_path: Path, server: ForkServer, pytestconfig: pytest.Config) -> None:
+def test_the_kill_matrix(tmp_path: Path, forks: ForkServer, pytestconfig: pytest.Config) -> None:
     disk = tmp_path / "runs"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=False).returncode:
         pytest.skip("needs root: a full disk is made on a small file system of its own")
     try:
-        place = make_workplace(tmp_path, server, disk, dflash__run__epochs=3, dflash__run__save_every=3)
+        place = make_workplace(tmp_path, forks, disk, dflash__run__epochs=3, dflash__run__save_every=3)
         orders, kills, chain, refused = draw_orders(SEED), [], 0, 0
         while orders:
             name, batch = f"chain{chain}", orders[:KILLS_OF_A_CHAIN]
@@ -218,9 +213,9 @@ ABOVE = {"cli": "command line", "runner": "deepspeed runner", "launcher": "deeps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True])
-def test_kills_from_outside(real: bool, tmp_path: Path, server: ForkServer, pytestconfig: pytest.Config) -> None:
+def test_kills_from_outside(real: bool, tmp_path: Path, forks: ForkServer, pytestconfig: pytest.Config) -> None:
     """Signals to ranks, launcher, runner and the command line itself; ``real``: of the real command."""
-    place = make_workplace(tmp_path, server, dflash__run__epochs=3, dflash__run__save_every=2)
+    place = make_workplace(tmp_path, forks, dflash__run__epochs=3, dflash__run__save_every=2)
     kills: list[Kill] = []
     left, starved = list(OUTSIDE), 0
     while left:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recipe.config import load_config, resolve
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule, entry_id
 from recipe.shapes import TargetShape
-from recipe.target.producer import Producer, ProducerPlace
-from tests.integration.launches import ForkServer, fork_server
+from recipe.target.producer import ProducerPlace
+from tests.integration.launches import ForkServer
+from tests.integration.places import Place
 from tests.tiny import make_config, make_rows, make_target
 
 ROWS, EPOCHS, REUSE = 48, 2, 2
@@ -33,47 +29,33 @@ LAYOUTS = {  # target ranks, degree; one drafter rank follows
 }
 
 
-class Place:
-    def __init__(self, folder: Path, server: ForkServer) -> None:
-        self.folder, self.server = folder, server
-
-    def train(self, layout: str) -> None:
-        targets, tp = LAYOUTS[layout]
-        name = layout.replace(" ", "-")
-        sets = {
-            "dflash.run.name": name,
-            "dflash.layout.target_gpus": list(range(targets)),
-            "dflash.layout.drafter_gpus": [targets],
-            "dflash.layout.target_tp": tp,
-        }
-        words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-        port = str(29720 + list(LAYOUTS).index(layout))
-        (self.folder / "deliveries" / name).mkdir(parents=True)
-        launch = self.server.launch(
-            self.folder / f"launch-{name}",
-            ["train", str(self.folder / "config.json"), "--master-port", port, *words],
-            DELIVERIES=str(self.folder / "deliveries" / name),
-        )
-        assert launch.wait(180.0) == 0, launch.output[-4000:]
-
-    def trained(self, layout: str) -> Counter[str]:
-        """``entry reuse`` of everything that the drafter gave back to the ring."""
-        files = (self.folder / "deliveries" / layout.replace(" ", "-")).glob("rank*")
-        return Counter(line for file in files for line in file.read_text().splitlines())
-
-    def weights(self, layout: str) -> dict[str, torch.Tensor]:
-        (last,) = sorted((self.folder / "runs" / layout.replace(" ", "-") / "checkpoints").glob("step_*"))[-1:]
-        return load_file(last / "weights.safetensors")
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Place:
     folder = tmp_path_factory.mktemp("replicas")
     make_target(folder / "target", kind="llama")
     make_rows(folder / "rows", count=ROWS)
     make_config(folder, dflash__run__epochs=EPOCHS, dflash__ring__reuse=REUSE)
-    with fork_server(folder / "server.log") as server:
-        yield Place(folder, server)
+    return Place(folder, forks)
+
+
+def train(place: Place, layout: str) -> str:
+    """One launch of that layout, unless there was one; returns the run's name."""
+    targets, tp = LAYOUTS[layout]
+    name = layout.replace(" ", "-")
+    if (place.folder / "runs" / name).exists():
+        return name
+    place.train(
+        name,
+        f"dflash.layout.target_gpus={list(range(targets))}",
+        f"dflash.layout.drafter_gpus=[{targets}]",
+        f"dflash.layout.target_tp={tp}",
+    )
+    return name
+
+
+def last_weights(place: Place, name: str) -> dict[str, torch.Tensor]:
+    checkpoints = (place.folder / "runs" / name / "checkpoints").glob("step_*")
+    return place.weights(name, max(int(path.name.removeprefix("step_")) for path in checkpoints))
 
 
 def everything() -> Counter[str]:
@@ -83,20 +65,17 @@ def everything() -> Counter[str]:
 
 
 def test_two_replicas_train_every_row_exactly_as_often_as_asked(place: Place) -> None:
-    place.train("two replicas")
-    assert place.trained("two replicas") == everything()
+    assert place.trained(train(place, "two replicas")) == everything()
 
 
 @pytest.mark.slow
 def test_all_layouts_train_the_same_entries_to_the_same_weights(place: Place) -> None:
-    for layout in LAYOUTS:
-        if layout != "two replicas":
-            place.train(layout)
-    expected, wanted = place.trained("one"), place.weights("one")
-    assert expected == everything()
-    for layout, (_, tp) in LAYOUTS.items():
-        assert place.trained(layout) == expected, layout
-        for name, value in place.weights(layout).items():
+    runs = {layout: train(place, layout) for layout in LAYOUTS}
+    wanted = last_weights(place, runs["one"])
+    for layout, run in runs.items():
+        tp = LAYOUTS[layout][1]
+        assert place.trained(run) == everything(), layout
+        for name, value in last_weights(place, run).items():
             if tp == 1:  # the same target, the same order, the same draws
                 assert torch.equal(value, wanted[name]), (layout, name)
             else:  # its taps differ by the rounding of one sum
@@ -109,13 +88,8 @@ def test_replicas_share_the_batches_out_without_overlap(place: Place, replicas: 
     shape = TargetShape.resolve(config.dflash.target.path)
     rows = Rows.open(config.dflash.data.path)
     schedule = Schedule.of(resolve(config, shape=shape), rows.lengths, 1)
-    shares = [_batches(schedule, replica, replicas) for replica in range(replicas)]
+    places = [ProducerPlace(0, replica, replicas, 0, 1) for replica in range(replicas)]
+    shares = [list(filter(one.produces, schedule.production(0, 0))) for one in places]
     produced = [(batch.epoch, int(row)) for share in shares for batch in share for row in batch.rows]
     assert sorted(produced) == sorted(itertools.product(range(EPOCHS), range(ROWS)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1 and min(map(len, shares)) > 0
-
-
-def _batches(schedule: Schedule, replica: int, replicas: int) -> list[Any]:
-    """What one replica's producer takes from the schedule."""
-    producer = SimpleNamespace(schedule=schedule, place=ProducerPlace(0, replica, replicas, 0, 1))
-    return list(Producer._own_batches(producer, 0))  # type: ignore[arg-type]
