@@ -32,6 +32,11 @@ from recipe.target.shard_plan import RankPlan, ShardPlan
 from recipe.whole_model import load_whole_model
 
 SMALL = 50_000_000  # parameters
+OPTIONS = {
+    "dflash.layout.target_tp": "--tp",
+    "dflash.target.path": "--target",
+    "dflash.target.exact_sums": "--exact-sums",
+}
 
 
 @dataclass(frozen=True)
@@ -161,13 +166,14 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 1,
     tp: int = 1,
+    exact_sums: bool = False,
 ) -> Evaluation:
     """Evaluate an export, or the newest export of a run, against its target.
 
     ``target`` and ``prompts`` None: those of the run. ``num_prompts``, ``max_new_tokens`` None: the run's
-    settings, or the schema's defaults. ``device`` auto: cuda where there is a
-    GPU; ``dtype`` auto: bfloat16 there, float32 on the CPU. ``tp`` above 1: the target is cut over that many processes
-    of this machine. ConfigError for the user's mistakes, before weights load.
+    settings, or the schema's defaults. ``device`` auto: cuda where there is a GPU; ``dtype`` auto: bfloat16 there,
+    float32 on the CPU. ``tp`` above 1: the target is cut over that many processes of this machine; with ``exact_sums``
+    it computes one process's bits. ConfigError for the user's mistakes, before weights load.
     """
     _check_numbers(num_prompts, max_new_tokens, batch_size, temperature)
     where = pick_device(device)
@@ -178,6 +184,8 @@ def evaluate(
     shape = TargetShape.resolve(str(folder))
     check_fit(config, shape, "num_target_layers" in read_config(source.export))
     check_degree(tp, shape, where, device)
+    if exact_sums and tp == 1:
+        raise ConfigError("--exact-sums", True, "is for a target that is cut with --tp", "leave it out")
     if batch_size > 1:
         check_batches(_model_config(folder))
     rows = _rows_of(source, prompts)[: num_prompts or source.settings.num_prompts]
@@ -190,11 +198,11 @@ def evaluate(
     settings = {
         "export": str(source.export), "target": str(folder), "block_size": config.block_size,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "device": str(where),
-        "batch_size": batch_size, "target_tp": tp,
+        "batch_size": batch_size, "target_tp": tp, "exact_sums": exact_sums,
         "dtype": str(kind).removeprefix("torch."), "template_kwargs": dict(template_kwargs or {}),
         "prompts_file": None if named is None else str(named), "rendered_prompt": encoded[0].text,
     }  # fmt: skip
-    with opened(folder, shape, config.target_layer_ids, where, kind, tp) as (model, embed, head):
+    with opened(folder, shape, config.target_layer_ids, where, kind, tp, exact_sums) as (model, embed, head):
         decoder = SpeculativeDecoder(model, drafter_on(config, weights, embed), embed, head)
         limits = (max_new_tokens, temperature, stop_ids(folder, tokenizer))
         how: dict[str, Any] = {"seed": seed, "max_length": most, "progress": progress, "batch_size": batch_size}
@@ -244,18 +252,23 @@ def drafter_on(
 
 @contextmanager
 def opened(
-    folder: Path, shape: TargetShape, taps: Sequence[int], device: torch.device, dtype: torch.dtype, tp: int = 1
+    folder: Path,
+    shape: TargetShape,
+    taps: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: int = 1,
+    exact_sums: bool = False,
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """The target to decode with, its embedding and its head [V, H]."""
     if tp > 1:
         from recipe.decode.local_ranks import sharded_target
 
         try:
-            with sharded_target(folder, shape, tp, taps, device, dtype) as (target, embedding):
+            with sharded_target(folder, shape, tp, taps, device, dtype, exact_sums) as (target, embedding):
                 yield target, embedding, target.head
         except ConfigError as error:  # found by code that thinks of a run's config
-            field = {"dflash.layout.target_tp": "--tp", "dflash.target.path": "--target"}.get(error.field, error.field)
-            raise ConfigError(field, error.value, error.rule, error.fix) from error
+            raise ConfigError(OPTIONS.get(error.field, error.field), error.value, error.rule, error.fix) from error
         return
     model = load_target(folder, device, dtype)
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

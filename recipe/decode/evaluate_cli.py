@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of target and drafter (default: bfloat16 on a GPU, float32 on the CPU)")  # fmt: skip
     parser.add_argument("--tp", type=int, metavar="N", default=1,
                         help="cut the target over N processes of this machine, one GPU each (default: 1)")  # fmt: skip
+    parser.add_argument("--exact-sums", action="store_true",
+                        help="with --tp: compute what one process would, bit for bit; more to send")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the measurement there too")
 
 
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             batch_size=args.batch_size,
             tp=args.tp,
+            exact_sums=args.exact_sums,
         )
     result = evaluation.to_dict()
     if args.json:

@@ -43,6 +43,7 @@ class Place:
     dtype: str
     taps: tuple[int, ...]
     threads: int
+    exact_sums: bool
 
     @property
     def own_device(self) -> torch.device:
@@ -51,9 +52,17 @@ class Place:
 
 @contextmanager
 def sharded_target(
-    folder: Path, shape: TargetShape, tp: int, taps: Sequence[int], device: torch.device, dtype: torch.dtype
+    folder: Path,
+    shape: TargetShape,
+    tp: int,
+    taps: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    exact_sums: bool = False,
 ) -> Iterator[tuple[ShardedTarget, torch.Tensor]]:
     """The target in ``folder`` over ``tp`` ranks, and its embedding [V, H] on the first rank's device.
+
+    ``exact_sums``: no sum is split over ranks, as `dflash.target.exact_sums` does in training.
 
     Raises ConfigError for a target that cannot be cut like this, RunError when another rank dies.
     """
@@ -62,7 +71,8 @@ def sharded_target(
 
     with tempfile.TemporaryDirectory(prefix="dflash-evaluate-") as meeting:
         threads = max(1, (os.cpu_count() or 1) // tp)
-        place = Place(meeting, str(folder), 0, tp, device.type, str(dtype).removeprefix("torch."), tuple(taps), threads)
+        kind = str(dtype).removeprefix("torch.")
+        place = Place(meeting, str(folder), 0, tp, device.type, kind, tuple(taps), threads, exact_sums)
         before, own_threads = dict(os.environ), torch.get_num_threads()
         ranks = OtherRanks(place)
         try:
@@ -102,7 +112,18 @@ def _load(place: Place, shape: TargetShape) -> nn.Module:
     from recipe.target.open import open_target
 
     dtype = getattr(torch, place.dtype)
-    return open_target(place.target, shape, place.tp, place.rank, world_group(), device, dtype, place.taps, True)
+    return open_target(
+        place.target,
+        shape,
+        place.tp,
+        place.rank,
+        world_group(),
+        device,
+        dtype,
+        place.taps,
+        need_last_hidden=True,
+        exact_sums=place.exact_sums,
+    )
 
 
 class OtherRanks:

@@ -86,7 +86,7 @@ def test_two_ranks_measure_what_one_does(folders: tuple[Path, Path, Path], tmp_p
     results: list[dict[str, Any]] = []
     for tp in (1, 2):
         out, log = tmp_path / f"{tp}.json", tmp_path / f"{tp}.log"
-        more = ("--max-new-tokens", 9, "--batch-size", 2, "--json", out, "--tp", tp)
+        more = ("--max-new-tokens", 9, "--batch-size", 2, "--json", out, "--tp", tp, *["--exact-sums"] * (tp > 1))
         code = in_a_process(arguments(folders, *more), log)
         assert code == 0, log.read_text()
         assert "Traceback" not in log.read_text() and "WARN" not in log.read_text().upper()
@@ -105,6 +105,7 @@ def test_two_ranks_measure_what_one_does(folders: tuple[Path, Path, Path], tmp_p
         (["--tp", "0"], "must be at least 1"),
         (["--tp", "1000"], "cores"),
         (["--tp", "2", "--device", "cuda"], "--device"),
+        (["--exact-sums"], "--exact-sums"),
     ],
 )
 def test_a_degree_that_cannot_be_had_is_one_message(
