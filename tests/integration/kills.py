@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import random
 import re
 import statistics
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status import read_status
-from tests.integration.launches import Launch
+from tests.integration.launches import REPOSITORY, Launch
 
 TARGETS, DRAFTERS = (0, 1), (2, 3)
 RING_TIMEOUT_S = 20
@@ -170,15 +172,24 @@ HEAD = """\
 # What happens when something dies
 
 Written by `tests/integration/test_kill_matrix.py` (`pytest -m slow`); do not edit it. Every row was done to real
-processes: 2 target ranks (tensor parallel) and 2 drafter ranks over gloo on a CPU machine. After each kill the test
-asserts that every process of the run is gone in time, that the exit code is neither 0 nor 2, that the last line on the
-screen names rank, role, cause and log, that only the guilty rank's traceback is on the screen, that `status` says DEAD
-and names the rank once, and that nothing is left in /dev/shm. The next launch starts at once, on the same port. Kills
-are chained (kill, resume, kill, …); every chain ends with the weights of the run that nobody disturbed, bit for bit,
-and every entry was trained exactly once, in the same order.
+processes: 2 target ranks (tensor parallel) and 2 drafter ranks over gloo on a CPU machine, started through the real
+launcher's code. Asserted of every kill:
+
+* every process of the run is gone in time, with an exit code that is neither 0 nor 2, and nothing is left in /dev/shm;
+* the last line on the screen names rank, role, cause and log. Before the run has made its folder there is no log, and
+  the role may not be known yet. What happens to the command line, the runner or the launcher is no rank's fault: the
+  line names that process, and the rank that saw it. A full disk is met by every rank that writes: any of them is named.
+
+Asserted of kills of ranks from inside (all but the rows of `cli`, `runner`, `launcher` and real `deepspeed`):
+
+* of a rank that was killed, stopped or left there is no traceback on the screen, of an exception it is there once;
+* `status` says DEAD and names the rank once (not after a full disk, which `status.json` met too);
+* a hang leaves the stacks of all four ranks in the run folder's `stacks/`;
+* kills are chained (kill, resume, kill, …) on one port: every chain ends with the weights of the run that nobody
+  disturbed, bit for bit, and every entry was trained exactly once, in the same order.
+
 A kill that took too long while other work had the machine (more than three runnable processes a core) is repeated: only
-its time is excused. What happens to the command line, the runner or the launcher is no rank's fault: the line names the
-one concerned and the rank that saw it.
+its time is excused.
 """
 
 
@@ -186,7 +197,9 @@ def document(kills: list[Kill]) -> str:
     """The text of docs/failures.md."""
     quick = [kill.seconds for kill in kills if kill.manner not in HANGS]
     real = sum(kill.real for kill in kills)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[1]:.1f}"
+    machine += f", {datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}"
     return (
         f"{HEAD}\n{len(kills)} kills, {real} of them through the real `deepspeed` command ({machine}). All processes "
         f"were\ngone after {statistics.median(quick):.1f} s (median), {max(quick):.1f} s (most), hangs apart: they are "
