@@ -116,6 +116,13 @@ class Desk:
         )
         return self.reporter
 
+    def evaluating(self) -> None:
+        """Training is over and the last answers are awaited: show how far the target ranks are."""
+        found = [beat for beat in self.scene.watchdog.phases().values() if beat["phase"] == "evaluating"]
+        if found:
+            most = max(found, key=lambda beat: int(beat["total"]))  # only the replica's first rank counts
+            self.status.phase(f"evaluating step {most['step']}", int(most["done"]), int(most["total"]))
+
     def evaluated(self, answer: dict[str, Any]) -> None:
         """Real decoding of the drafter of an earlier step, by the target ranks."""
         assert self.reporter is not None

@@ -102,6 +102,11 @@ def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> Evaluation
     """Who asks for evaluations: the leader does, if the run has any."""
     if desk is None or not scene.evaluation_every:
         return None
+
+    def waits() -> None:
+        scene.watchdog.tick()
+        desk.evaluating()
+
     clerk = EvaluationClerk(
         Evaluations(scene.store, scene.run_path / "eval"),
         module,
@@ -109,7 +114,7 @@ def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> Evaluation
         scene.schedule.total_steps,
         desk.evaluated,
         desk.log.event,
-        scene.watchdog.tick,
+        waits,
     )
     clerk.start(scene.first_step)
     return clerk

@@ -52,7 +52,7 @@ class Place:
 
     def trained(self, name: str) -> Counter[str]:
         """``entry reuse`` of everything that the drafters of all launches of a run gave back to the ring."""
-        files = (self.folder / "deliveries").glob(f"{name}-*/rank*")
+        files = (self.folder / "deliveries").glob(f"{name}-[0-9]*/rank*")
         return Counter(line for file in files for line in file.read_text().splitlines())
 
     def records(self, name: str) -> list[dict[str, Any]]:

@@ -132,13 +132,19 @@ def test_a_death_during_an_evaluation_ends_the_run(forks: ForkServer, place: Pat
 @pytest.mark.slow
 def test_an_evaluation_longer_than_the_time_out_kills_nothing(forks: ForkServer, place: Path) -> None:
     """ring.timeout_s bounds a wait; the evaluation is cut into slices, and training goes on between them."""
-    rows = [{"prompt": f"w{20 + i} w{40 + i} w{9 + i}"} for i in range(40)]
+    rows = [{"prompt": f"w{20 + i} w{40 + i} w{9 + i}"} for i in range(8)]
     (place / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ["--set", "dflash.ring.timeout_s=10", "--set", "dflash.evaluation.max_new_tokens=40"]
     more += ["--set", f"dflash.evaluation.prompts={place / 'many.jsonl'}"]
     more += ["--set", "dflash.objective.soft_labels=false"]  # a target that is loaded whole for it alone
     launch = start(forks, place, "long", *more)
-    assert launch.wait(280) == 0, launch.output[-3000:]
+    launch.wait_for("waiting for")
+    run, seen = RunDir.open(place / "runs" / "long"), []
+    while launch.code() is None and time.monotonic() - launch.started < 280:
+        seen.append(read_status(run))
+        time.sleep(0.3)
+    assert launch.wait(10) == 0, launch.output[-3000:]
+    assert "STALLED" not in [one.state for one in seen], seen
     found = evaluations(place / "runs" / "long")
     assert sorted(found) == [4, 8, STEPS] and all(one["identical"] for one in found.values())
     assert found[4]["seconds"] > 10, "too fast to show anything: raise max_new_tokens"
