@@ -25,6 +25,7 @@ from recipe.ring.tickets import RingAborted, RingTimeout
 
 Result = TypeVar("Result")
 OnWait = Callable[[str, float], None]
+STARVED_S = 4.0  # a look that comes this much later than SLICE_S: this process did not run meanwhile
 UPDATES = ("register", "reserve", "join", "commit", "finish", "lease", "release", "close")
 
 
@@ -116,20 +117,23 @@ class Monitor:
         """Calls ``attempt`` with the mutex held, now and after each ``event``, until it returns something.
 
         ``what()`` describes what is missing. Raises RingTimeout after ``timeout`` seconds (None: never), RingAborted.
+        Time in which this very process was stopped (Ctrl-Z) does not count: the others were too, or will be missed.
         """
         start = looked = waiting_since = time.monotonic()
-        account = -1
+        account, stopped = -1, 0.0
         while True:
             with Section(self) as section:
                 now = time.monotonic()
                 if account >= 0:
                     self.words[account] += int((now - waiting_since) * 1e9)
+                late = now - waiting_since - SLICE_S
+                stopped += late if late > STARVED_S else 0.0
                 result = attempt(section)
                 if result is not None:
                     return result
                 account, waiting_since = section.account, now
                 seen = self.events[event].value()
-            left = SLICE_S if timeout is None else start + timeout - now
+            left = SLICE_S if timeout is None else start + stopped + timeout - now
             if left <= 0:
                 raise RingTimeout(f"waited {now - start:.1f} s for {what()}; {self.describe()}")
             if now - looked >= SLICE_S:

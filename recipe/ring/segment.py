@@ -173,12 +173,21 @@ def _remove_stale(path: Path) -> None:
         _, pid, alive = _judge(fd, path, None)
         if alive or not _lock_unused(fd, STALE_WAIT_S):
             raise _foreign(path, f"belongs to a run that is alive (pid {pid})", "use another run name, or end that run")
-        with contextlib.suppress(FileNotFoundError):
-            now, judged = os.stat(path, follow_symlinks=False), os.fstat(fd)
-            if (now.st_dev, now.st_ino) == (judged.st_dev, judged.st_ino):
-                path.unlink()
+        _unlink_same(path, fd)
     finally:
         os.close(fd)
+
+
+def _unlink_same(path: Path, fd: int) -> bool:
+    """Removes the name ``path`` if it is still that of the open, judged file: a new run may have taken it since."""
+    try:
+        now, judged = os.stat(path, follow_symlinks=False), os.fstat(fd)
+        if (now.st_dev, now.st_ino) != (judged.st_dev, judged.st_ino):
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def remove_dead_rings(folder: Path) -> list[Path]:
@@ -193,8 +202,7 @@ def remove_dead_rings(folder: Path) -> list[Path]:
         except OSError:
             continue
         try:
-            if not _judge(fd, path, None)[2] and _lock_unused(fd, 0.0):
-                path.unlink()
+            if not _judge(fd, path, None)[2] and _lock_unused(fd, 0.0) and _unlink_same(path, fd):
                 removed.append(path)
         except (ConfigError, RunError, OSError):
             continue

@@ -61,8 +61,8 @@ def _cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
 def await_listener(host: str, port: int, who: str, limit_s: float) -> None:
     """Wait until somebody listens at ``host``:``port``: rank 0 may still be importing, or may have died before that.
 
-    SIGTERM and SIGINT are blocked and nobody watches yet, so this looks for them itself, and for an ssh session or a
-    terminal that has gone. Raises RunError.
+    A pending SIGTERM or SIGINT (which the watch may not have yet), a launcher that has gone and an ssh session
+    that was cut end the wait. Raises RunError.
     """
     started, said, parent = time.monotonic(), 0.0, os.getppid()
     while True:

@@ -2,7 +2,7 @@
 
 It needs nothing but /proc and the launcher's environment, so it runs before torch is imported and before the control
 store is reached: a rank that dies while the others still import or connect is noticed as well. The siblings are the
-launcher's children; it starts them in the order of their local ranks. Once the rank has a `Watchdog`, that decides what
+launcher's children; their environments say which is which. Once the rank has a `Watchdog`, that decides what
 a finding means; until then the finding ends the process.
 """
 
@@ -50,6 +50,9 @@ class NodeWatch:
         self.end: Callable[[Report], None] = self._end_early
         self.stopped_s = STOPPED_S
         self._early = True
+        # What was ignored from the start stays so (nohup, a shell's `&`); the kernel would queue it all the same.
+        self._signals = [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        self._forked = "LOCAL_RANK" not in process.environment_of(os.getpid())
         self._newest_at = time.monotonic()
         self._stopped_since: dict[int, float] = {}
         self._departed: dict[int, str] = {}
@@ -145,9 +148,17 @@ class NodeWatch:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a rank that nobody watches would hear neither signals nor the others' end
+            if not self._finished.is_set():
+                self.end(self.report(self.rank, f"the watch of its node failed: {type(error).__name__}: {error}"))
+
+    def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._finished.is_set():
-            caught = signal.sigtimedwait(SIGNALS, LOOK_S)
+        while not self._finished.wait(LOOK_S):
+            # With a time-out Python's sigtimedwait invents a signal when the process is stopped and continued in it.
+            caught = signal.sigtimedwait(self._signals, 0)
             now = time.monotonic()
             if now - looked > STARVED_S:
                 self._stopped_since.clear()
@@ -199,27 +210,41 @@ class NodeWatch:
         self._seen.update(process.children_of(self._launcher))
         if len(self._seen) > before:
             self._newest_at = now
-        if len(self._seen) > self.local_size:  # a helper process of the launcher's
-            self._seen = {child for child in self._seen if "LOCAL_RANK" in process.environment_of(child[1])}
-        if len(self._seen) == self.local_size:
+        found = self._by_local_rank()
+        if len(found) == self.local_size:
             first = self.rank - self.local_rank
-            self.siblings = {
-                first + place: (pid, ticks)
-                for place, (ticks, pid) in enumerate(sorted(self._seen))
-                if pid != os.getpid()
-            }
+            self.siblings = {first + place: one for place, one in found.items() if one[0] != os.getpid()}
         elif now - self._newest_at > ASSEMBLE_S:
             return self._incomplete()
         return None
 
+    def _by_local_rank(self) -> dict[int, tuple[int, int]]:
+        """Local rank -> (pid, start ticks), as far as it can be said: the launcher may have other children.
+
+        Who has gone cannot be asked for its environment any more, nor can who was forked without exec; these fill the
+        places that are left, in the order of their start.
+        """
+        found, mute = {}, []
+        for ticks, pid in sorted(self._seen):
+            local = process.environment_of(pid).get("LOCAL_RANK", "")
+            if local.isdecimal():
+                found[int(local)] = (pid, ticks)
+            elif self._forked or process.start_ticks(pid) != ticks:
+                mute.append((pid, ticks))
+        free = [place for place in range(self.local_size) if place not in found]
+        if len(mute) == len(free):
+            found |= dict(zip(free, mute, strict=True))
+        return found
+
     def _incomplete(self) -> Report | None:
         """Somebody left before this rank could see it."""
-        if len(self._seen) >= self.local_size:
+        found = self._by_local_rank()
+        if len(found) == self.local_size:
             return None
-        there = {process.environment_of(pid).get("LOCAL_RANK") for _, pid in self._seen}
-        absent = [place for place in range(self.local_size) if str(place) not in there]
-        cause = f"only {len(self._seen)} of the {self.local_size} processes of this node came: one left at the start"
-        certain = len(absent) == self.local_size - len(self._seen)
+        absent = [place for place in range(self.local_size) if place not in found]
+        came = min(len(self._seen), self.local_size - 1)
+        cause = f"only {came} of the {self.local_size} processes of this node came: one left at the start"
+        certain = len(absent) == self.local_size - came
         return self.report(self.rank - self.local_rank + absent[0] if certain else -1, cause)
 
     def _stopped_sibling(self, now: float) -> Report | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recipe.roles import last_words, process
-from recipe.roles.node_watch import NodeWatch, Report
+from recipe.roles.node_watch import STARVED_S, NodeWatch, Report
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 
@@ -63,7 +63,7 @@ class Watchdog:
         self._store = connect()
         self._lock, self._ending, self._finished = threading.Lock(), threading.Lock(), threading.Event()
         self._phase: Report = {"phase": "starting", "done": 0, "total": 0, "step": 0}
-        self._progress_at = self._answer_at = self._started = time.monotonic()
+        self._progress_at = self._answer_at = self._started = self._judged_at = time.monotonic()
         self._flag: Report | None = None
         self._store_lost = False
         self._main = threading.main_thread().ident
@@ -218,6 +218,9 @@ class Watchdog:
                 time.sleep(BEAT_S)  # if rank 0 died, its siblings see exactly that
                 self._store_lost = True
                 return
+            except Exception as error:  # a rank that nobody hears of must not go on
+                cause = f"its watchdog failed: {type(error).__name__}: {error}"
+                self._end_by_watch(self._watch.report(self.role.rank, cause))
             with self._lock:
                 self._answer_at = time.monotonic()
 
@@ -238,6 +241,10 @@ class Watchdog:
 
     def _judge_beats(self) -> None:
         now = time.monotonic()
+        gap, self._judged_at = now - self._judged_at, now
+        if gap > STARVED_S:  # this process was stopped, and so may all have been: they are heard again first
+            self._started += gap
+            self._beats = {rank: (count, since + gap) for rank, (count, since) in self._beats.items()}
         for rank in range(self.role.world_size):
             beat = self._store.peek(f"beat/{rank}")
             counted, since = self._beats.get(rank, (None, self._started))
