@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     code, words = _launch(_command(args, config, hosts))
     if words:
-        print(words, file=sys.stderr)  # after everything that the launcher says at an end
+        print(_with_result(resolved, words), file=sys.stderr)  # after everything that the launcher says at an end
         return code or 1
     if code == 0 and args.check:
         return 0
@@ -161,6 +161,24 @@ def _see_through(runner: subprocess.Popen[bytes], words: Path) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     return code if code >= 0 else 128 - code
+
+
+def _with_result(config: RunConfig, words: str) -> str:
+    """``words``, why the run ended, and whether all was done and saved by then: `status` says DONE in that case.
+
+    Words that name a log are of a launch that has opened its folder: what stands there is its own.
+    """
+    from recipe.telemetry.run_dir import RunDir
+    from recipe.telemetry.status import read_status
+
+    try:
+        status = read_status(RunDir.open(Path(config.dflash.run.output_dir) / config.dflash.run.name))
+    except ConfigError:
+        return words
+    if status.state != "DONE" or "; log: " not in words:
+        return words
+    culprit = words.removeprefix("the run ends because of ")
+    return f"error: the run is done ({status.message}), but its processes did not end well because of {culprit}"
 
 
 def _confirm_done(config: RunConfig, code: int) -> int:

@@ -118,7 +118,8 @@ def judge(launch: Launch, order: Order, run_dir: Path) -> Kill:
     assert code is not None, f"not gone after {order.limit_s + 40:.0f} s: {said}"
     assert code not in (0, 2), said
     line = last_line(launch.output)
-    if order.phase in ("exporting", "waiting for the others to end") and line.startswith("error: the run is done ("):
+    late = order.phase in ("exporting", "waiting for the others to end") or order.manner == "lost store"
+    if late and line.startswith("error: the run is done ("):  # a lost store is only noticed when it is used
         assert_in_time(seconds, order.limit_s, said)
         return Kill(order.role, order.when, order.manner, False, round(seconds, 1), code, line)
     assert launch.output.count("the run ends because of") == 1, said
