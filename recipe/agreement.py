@@ -18,6 +18,7 @@ from pathlib import Path
 from recipe.config import RunConfig
 from recipe.data.rows import Rows
 from recipe.errors import ConfigError
+from recipe.fingerprint import fingerprint
 from recipe.shapes import model_folder
 from recipe.telemetry.run_dir import MARKER
 
@@ -33,7 +34,7 @@ def facts(config: RunConfig, rows: Rows) -> dict[str, str]:
         **{package: importlib.metadata.version(package) for package in PACKAGES},
         "code of recipe/": _code(),
         "data": rows.fingerprint,
-        "target": _weights(model_folder(target.path, target.revision)),
+        "target": fingerprint(model_folder(target.path, target.revision)),
     }
 
 
@@ -73,12 +74,4 @@ def _code() -> str:
     package, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _weights(folder: Path) -> str:
-    """Of config.json and the names and sizes of the weights: cheap, and another model never has the same."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors*")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]

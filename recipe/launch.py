@@ -34,7 +34,7 @@ from recipe.roles.network import settle_interface
 from recipe.roles.node_watch import NodeWatch
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
-from recipe.roles.watchdog import Watchdog
+from recipe.roles.watchdog import SLOW_S, Watchdog
 from recipe.roles.worlds import init_world, leave_world, pick_device
 from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
@@ -88,7 +88,8 @@ class Launch:
         schedule = Schedule.of(self.config, rows.lengths, self.role.nodes, worlds)
         shape = TargetShape.resolve(self.config.dflash.target.path, self.config.dflash.target.revision)
         self.ring = self._meet(shape, rows, device)
-        init_world(self.role, self.store, device, self.config.dflash.ring.timeout_s + 60.0)
+        # Longer than the slowest save: others wait for its writer in a collective. The watchdog finds hangs sooner.
+        init_world(self.role, self.store, device, max(self.config.dflash.ring.timeout_s, SLOW_S) + 60.0)
         scene = Scene(
             self.role, self.config, shape, device, rows, schedule, self.ring, self.watchdog, self.store,
             Path(agreed["run_dir"]), int(agreed["first_step"]), self.args.resume, self.args.dry_run,
@@ -141,8 +142,14 @@ class Launch:
             shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
         elif report["code"] != 2 and not self.run_dir.status_json.exists():
             self._note_death(report)  # later on the desk does it
-        elif report["code"] == 2 and not self.args.resume and not steps_of(self.run_dir.checkpoints):
+        elif report["code"] == 2 and not self.args.resume and not self._has_trained(self.run_dir):
             shutil.rmtree(self.run_dir.path, ignore_errors=True)
+
+    @staticmethod
+    def _has_trained(run_dir: RunDir) -> bool:
+        """Whether there is something to lose: a checkpoint, or the record of a step."""
+        metrics = run_dir.metrics_jsonl
+        return bool(steps_of(run_dir.checkpoints)) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def _decide(self) -> dict[str, Any]:
         resolved = resolve(for_dry_run(self.config) if self.args.dry_run else self.config)

@@ -16,8 +16,8 @@ UNSAID = (
     "dflash.run.profile_interval", "dflash.telemetry", "dflash.evaluation", "dflash.layout", "dflash.ring.timeout_s",
     "dflash.ring.max_bytes", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
     "comms_logger", "tensorboard", "csv_monitor", "flops_profiler", "gradient_accumulation_steps", "train_batch_size",
-    "dflash.drafter.init_from",
 )  # fmt: skip
+WITHOUT_EFFECT = {"dflash.drafter.init_from": ", which changes nothing: the weights are the checkpoint's"}
 
 
 def changes(before: Path, now: RunConfig) -> list[str]:
@@ -31,7 +31,7 @@ def changes(before: Path, now: RunConfig) -> list[str]:
     except (OSError, ValueError, RecursionError, AssertionError):
         return [f"{before} cannot be read, so what this resume changes is not known"]
     return [
-        f"resumed with {path} = {json.dumps(new)} instead of {json.dumps(old)}"
+        f"resumed with {path} = {json.dumps(new)} instead of {json.dumps(old)}{WITHOUT_EFFECT.get(path, '')}"
         for path, old, new in _differences(then, json.loads(now.to_json()), "")
         if not any(path == unsaid or path.startswith(f"{unsaid}.") for unsaid in UNSAID)
     ]

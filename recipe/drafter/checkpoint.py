@@ -3,7 +3,7 @@
 checkpoints/step_00000400/
     optimizer_0000R-of-0000N.safetensors   each rank's masters and moments (`recipe/roles/optimizer_state.py`)
     weights.safetensors, config.json       what `export` reads
-    state.json                             step, worlds, what a resume must match, and the size of every file
+    state.json                             step, worlds, what a resume must match, size and CRC-32 of every file
 checkpoints/latest    the name of the one to resume from; when that is damaged, the newest complete one is taken
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from recipe.data.schedule import Schedule
 from recipe.drafter.config import DrafterConfig
+from recipe.drafter.integrity import FORMAT, STATE, damage, folder_name, seal, sum_of_file
 from recipe.errors import ConfigError, RunError
 from recipe.roles.engine import load_engine, save_engine
-from recipe.roles.worlds import sum_over_world, world_barrier, world_place
+from recipe.roles.worlds import gather_over_world, sum_over_world, world_barrier, world_place
 from recipe.telemetry.run_dir import write_atomic, write_json
 
-LATEST, STATE, WEIGHTS, CONFIG = "latest", "state.json", "weights.safetensors", "config.json"
-FORMAT = 2
-
-
-def folder_name(step: int) -> str:
-    return f"step_{step:08d}"
+LATEST, WEIGHTS, CONFIG = "latest", "weights.safetensors", "config.json"
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -46,28 +42,10 @@ def steps_of(checkpoints: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in found if path.name[5:].isdecimal())
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files (a missing one, another size, no state), or None. Reads no tensor."""
-    try:
-        state = json.loads((folder / STATE).read_text())
-        known, step = dict(state["files"]), int(state["step"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"{folder / STATE} is damaged or of another version ({type(error).__name__})"
-    if folder.name != folder_name(step):
-        return f"{folder} holds step {step}"
-    for name, size in known.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} of {size} bytes"
-    return None
+def choose(folder: Path, names: Collection[str] | None = None) -> tuple[int, list[str]]:
+    """The step to go on from, and what was found damaged on the way: `latest`, else the newest whole one.
 
-
-def choose(folder: Path) -> tuple[int, list[str]]:
-    """The step to go on from, and what was found damaged on the way: `latest`, else the newest complete one.
-
-    Raises ConfigError when there is none.
+    ``names``: the files whose bytes are read (None: all, seconds for 20 GB). Raises ConfigError when there is none.
     """
     steps = steps_of(folder)
     try:
@@ -77,7 +55,7 @@ def choose(folder: Path) -> tuple[int, list[str]]:
     first = [step for step in steps if folder_name(step) == named]
     notes = [] if first or not steps else [f"{folder / LATEST} names no checkpoint ({named!r})"]
     for step in [*first, *(step for step in reversed(steps) if step not in first)]:
-        problem = damage(folder / folder_name(step))
+        problem = damage(folder / folder_name(step), names)
         if problem is None:
             return step, [f"{note}; resumed from step {step} instead" for note in notes]
         notes.append(problem)
@@ -109,15 +87,17 @@ class Checkpoints:
         final, staging = self.folder / folder_name(step), self.folder / f".{folder_name(step)}.tmp"
         self._together(step, lambda: self._begin(staging), staging)
         facts: dict[str, Any] = {}
-        self._together(step, lambda: facts.update(self._write(engine, staging)), staging)
-        self._together(step, lambda: self._publish(staging, final, step, facts), staging)
+        sums: list[tuple[str, str]] = []
+        self._together(step, lambda: facts.update(self._write(engine, staging, sums)), staging)
+        of_all = dict(gather_over_world(sums))
+        self._together(step, lambda: self._publish(staging, final, step, facts, of_all), staging)
         return final
 
     def restore(self, engine: Any, step: int) -> None:
         """Load the checkpoint of ``step``, which the leader chose for all ranks; other numbers of ranks are fine."""
         folder = self.folder / folder_name(step)
         state = json.loads((folder / STATE).read_text())
-        files = sorted(folder.glob("optimizer_*.safetensors"))
+        files = [folder / name for name in sorted(state["files"]) if name.startswith("optimizer_")]
         shift = self.schedule.rate_step(step) - int(state["rate_step"])
         try:
             load_engine(engine, files, state["engine"], shift)
@@ -135,7 +115,8 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
 
-    def _write(self, engine: Any, staging: Path) -> dict[str, Any]:
+    def _write(self, engine: Any, staging: Path, sums: list[tuple[str, str]]) -> dict[str, Any]:
+        """This rank's files; ``sums`` gets name and CRC-32 of each."""
         rank, world = world_place()
         shard = staging / shard_name(rank, world)
         facts = save_engine(engine, shard)
@@ -147,9 +128,11 @@ class Checkpoints:
                 raise OSError(str(error)) from error
             _sync(staging / WEIGHTS)
             write_json(staging / CONFIG, self.config.to_dict())
+        ours = [shard.name, WEIGHTS, CONFIG] if self.leader else [shard.name]
+        sums += [(name, sum_of_file(staging / name)) for name in ours]
         return facts
 
-    def _publish(self, staging: Path, final: Path, step: int, facts: dict[str, Any]) -> None:
+    def _publish(self, staging: Path, final: Path, step: int, facts: dict[str, Any], sums: Mapping[str, str]) -> None:
         if not self.leader:
             return
         state = {
@@ -159,9 +142,9 @@ class Checkpoints:
             "rate_step": self.schedule.rate_step(step),
             "engine": facts,
             "identity": self.identity,
-            "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
+            "files": {name: [(staging / name).stat().st_size, sums[name]] for name in sorted(sums)},
         }
-        write_json(staging / STATE, state)
+        write_json(staging / STATE, seal(state))
         shutil.rmtree(final, ignore_errors=True)  # of an abandoned run: this step is being trained anew
         staging.rename(final)
         write_atomic(self.folder / LATEST, final.name + "\n")
@@ -202,9 +185,9 @@ def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterC
         rule = f"the run has no checkpoint{'' if step is None else f' of step {step}'} (it has {steps or 'none'})"
         raise ConfigError("RUN" if step is None else "--step", str(run_dir) if step is None else step, rule,
                           "train it further, or choose one of those steps")  # fmt: skip
-    step = choose(folder)[0] if step is None else step
+    step = choose(folder, (WEIGHTS, CONFIG))[0] if step is None else step
     path = folder / folder_name(step)
-    problem = damage(path)
+    problem = damage(path, (WEIGHTS, CONFIG))
     if problem is not None:
         raise ConfigError("--step", step, problem, f"choose another step (the run has {steps})")
     config = DrafterConfig.from_dict(json.loads((path / CONFIG).read_text()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.config import RunConfig
 from recipe.config.describe import describe
-from recipe.drafter.checkpoint import folder_name
+from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
 from recipe.ring import RingTimeout
 from recipe.scene import Scene

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from recipe.config import RunConfig
+from recipe.fingerprint import fingerprint
+from recipe.shapes import model_folder
 
 
 def identity(config: RunConfig, rows: str) -> dict[str, Any]:
-    """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows.
+    """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows. The target is known by its bytes.
 
-    Not part of it, because it may change: number and place of target and drafter ranks, nodes, accumulation, ZeRO
-    stage, optimizer and schedule settings, objective, epochs.
+    Not part of it, because it may change: where the target lies, number and place of target and drafter ranks, nodes,
+    accumulation, ZeRO stage, optimizer and schedule settings, objective, epochs.
     """
     ours = config.dflash
     drafter = ours.drafter
     return {
-        "dflash.target.path": ours.target.path,
-        "dflash.target.revision": ours.target.revision,
+        "the weights in dflash.target.path": fingerprint(model_folder(ours.target.path, ours.target.revision)),
         "dflash.target.target_layer_ids": list(ours.target.target_layer_ids or []),
         "dflash.drafter.block_size": drafter.block_size,
         "dflash.drafter.mask_token_id": drafter.mask_token_id,

@@ -92,9 +92,9 @@ class RunDir:
     ) -> RunDir:
         """Make ``output_dir/name`` and lock it until `close` (or the end of this process, however it ends).
 
-        ``resume`` reopens a run that has a checkpoint. ``fresh`` renames an older run of ours to ``name.previous``
-        (dropping what was there). Raises ConfigError: the folder is taken, in use, not ours, not writable, or there
-        is nothing to resume.
+        ``resume`` reopens a run that has a checkpoint. ``fresh`` renames an older run of ours to ``name.previous``, or
+        to a name with the time when a run that came to something has that name already. Raises ConfigError: the folder
+        is taken, in use, not ours, not writable, or there is nothing to resume.
         """
         if resume and fresh:
             raise ConfigError("--resume", True, "a run is either resumed or started afresh", "drop one of the two")
@@ -177,7 +177,7 @@ class RunDir:
         old_lock = _lock(path)  # refuses while that run lives
         try:
             previous = path.with_name(path.name + ".previous")
-            if is_run(previous):
+            if is_run(previous) and not _is_of_worth(previous):
                 shutil.rmtree(previous)
             elif previous.exists():
                 previous = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
@@ -205,6 +205,11 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_of_worth(run: Path) -> bool:
+    """Whether a run has come to something: a checkpoint, or its end. Such a run is never dropped."""
+    return (run / "summary.json").exists() or any((run / "checkpoints").glob("step_*"))
 
 
 def is_run(path: Path) -> bool:

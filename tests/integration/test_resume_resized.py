@@ -6,9 +6,11 @@ Real launches over gloo (4 levels of processes, forked instead of imported): see
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from recipe.config import load_config
 from recipe.config.derive import resolve
@@ -51,17 +53,21 @@ def test_two_ranks_become_one_and_nothing_changes(place: Place) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_remains_of_saves_go(place: Place) -> None:
-    """`latest` names step 8, whose file was cut off, and step 10 is not whole either: step 6 it is, to the same end."""
+    """`latest` names step 8, whose file was cut off, and step 10 has a flipped bit: step 6 it is, to the same end."""
     run = place.copy("whole", "damaged", 8)
     shard = run / "checkpoints/step_00000008/optimizer_00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-7])
-    (run / "checkpoints/step_00000010/weights.safetensors").unlink()
+    other = run / "checkpoints/step_00000010/optimizer_00001-of-00002.safetensors"
+    data = bytearray(other.read_bytes())
+    data[len(data) // 2] ^= 1
+    other.write_bytes(data)
     (run / "checkpoints/.step_00000099.tmp").mkdir()
     (run / "checkpoints/latest").unlink()  # as when the kill came just before it was written
     place.resume("damaged", "dflash.run.max_steps=6", code=2)  # nothing left to do: read before anything is touched
     (run / "checkpoints/latest").write_text("step_00000008\n")
     launch = place.resume("damaged")
     assert "optimizer_00002-of-00002.safetensors has" in launch.output
+    assert "optimizer_00001-of-00002.safetensors has other bytes than were written" in launch.output
     assert "resumed from step 6 instead" in launch.output and "resumed at step 6" in launch.output
     assert distance(place.weights("damaged", STEPS), place.weights("whole", STEPS)) == 0.0
     assert not (run / "checkpoints/.step_00000099.tmp").exists()
@@ -88,6 +94,21 @@ def test_another_drafter_or_data_is_refused_with_both_values(place: Place, setti
     with pytest.raises(ConfigError) as refused:
         plan_resume(config, Rows.open(config.dflash.data.path), 1)
     assert value in str(refused.value) and "was made with" in str(refused.value)
+
+
+def test_the_target_is_known_by_its_weights_and_not_by_its_path(place: Place) -> None:
+    moved = place.folder / "moved"
+    shutil.copytree(place.folder / "target", moved)
+    config = resolve(load_config(str(place.folder / "config.json"), ["dflash.run.name=whole"]))
+    rows, there = Rows.open(config.dflash.data.path), f"dflash.target.path={moved}"
+    elsewhere = resolve(load_config(str(place.folder / "config.json"), ["dflash.run.name=whole", there]))
+    for one in (config, elsewhere):
+        with pytest.raises(ConfigError, match="has done all of its"):  # whole: it fits, and is over
+            plan_resume(one, rows, 1)
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, moved / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"weights in dflash.target.path.*\n?.*was made with"):
+        plan_resume(elsewhere, rows, 1)
 
 
 @pytest.mark.slow

@@ -29,6 +29,11 @@ def test_an_unchanged_run_has_nothing_to_say(before: Path) -> None:
         ("dflash.objective.noise.start=0.5", "resumed with dflash.objective.noise.start = 0.5 instead of 0.05"),
         ("dflash.target.dtype=float32", 'resumed with dflash.target.dtype = "float32" instead of "bfloat16"'),
         ("bf16.enabled=true", "resumed with bf16.enabled = true instead of false"),
+        (
+            "dflash.drafter.init_from=x",
+            'resumed with dflash.drafter.init_from = "x" instead of null, which changes '
+            "nothing: the weights are the checkpoint's",
+        ),
     ],
 )
 def test_a_setting_that_changes_the_training_is_said(before: Path, override: str, line: str) -> None:

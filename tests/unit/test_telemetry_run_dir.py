@@ -83,6 +83,17 @@ def test_fresh_keeps_one_older_run_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "demo.previous" / "train.log").read_text() == "two"
 
 
+@pytest.mark.parametrize("worth", ["summary.json", "checkpoints/step_00000003"])
+def test_fresh_never_drops_a_run_that_came_to_something(tmp_path: Path, worth: str) -> None:
+    """A good run, a `--replace` that failed at once, and a second `--replace`."""
+    with RunDir.create(tmp_path, "demo") as run:
+        (run.path / worth).mkdir(parents=True)
+    for _ in range(3):
+        RunDir.create(tmp_path, "demo", fresh=True).close()
+    kept = [path for path in tmp_path.glob("demo.*") if (path / worth).exists()]
+    assert kept == [tmp_path / "demo.previous"] and len(list(tmp_path.iterdir())) >= 3
+
+
 def test_fresh_spares_a_previous_folder_that_is_not_ours(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "demo", fresh=True).close()
     (tmp_path / "demo.previous").mkdir()

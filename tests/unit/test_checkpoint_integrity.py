@@ -1,0 +1,108 @@
+"""Damage of the same size, another format, another target at the same path: nothing of it trains on in silence."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipe.drafter.integrity import FORMAT, damage, folder_name, seal, sum_of_file
+from recipe.fingerprint import fingerprint
+
+FILES = ("weights.safetensors", "optimizer_00001-of-00001.safetensors", "config.json")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / folder_name(7)
+    folder.mkdir()
+    for name in FILES[:2]:
+        save_file({"a": torch.randn(50, 20), "b": torch.arange(9)}, folder / name)
+    (folder / "config.json").write_text('{"block_size": 8}')
+    files = {name: [(folder / name).stat().st_size, sum_of_file(folder / name)] for name in FILES}
+    state = {"format": FORMAT, "step": 7, "worlds": [{"since": 0, "nodes": 1}], "files": files, "rate_step": 7}
+    (folder / "state.json").write_text(json.dumps(seal(state)))
+    assert damage(folder) is None
+    return folder
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """One bit, somewhere."""
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [*FILES, "state.json"])
+def test_every_flipped_bit_is_seen(checkpoint: Path, name: str) -> None:
+    rng, whole = random.Random(3), (checkpoint / name).read_bytes()
+    for _ in range(100):
+        flip(checkpoint / name, rng)
+        assert name in (damage(checkpoint) or ""), (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole)
+    assert damage(checkpoint) is None
+
+
+def test_only_what_is_asked_for_is_read(checkpoint: Path) -> None:
+    """An export needs no optimizer state."""
+    flip(checkpoint / FILES[1], random.Random(0))
+    assert damage(checkpoint, FILES[:1]) is None and "other bytes" in (damage(checkpoint) or "")
+    (checkpoint / FILES[1]).write_bytes(b"short")
+    assert "has 5 of" in (damage(checkpoint, FILES[:1]) or "")
+
+
+@pytest.mark.parametrize("version", [2, 4, "x"])
+def test_another_format_is_named(checkpoint: Path, version: object) -> None:
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps({**state, "format": version}))
+    assert f"has format {version!r}, and this program reads {FORMAT}" in (damage(checkpoint) or "")
+
+
+def test_a_checkpoint_under_another_name_is_not_that_step(checkpoint: Path) -> None:
+    other = checkpoint.rename(checkpoint.with_name(folder_name(8)))
+    assert damage(other) == f"{other} holds step 7"
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    generator = torch.Generator().manual_seed(0)
+    for part in (1, 2):
+        tensors = {f"layers.{i}.weight": torch.randn(64, 64, generator=generator) for i in range(part, part + 3)}
+        save_file(tensors, folder / f"model-{part}.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_copy_is_the_same_target_and_a_fine_tune_is_not(model: Path, tmp_path: Path) -> None:
+    known = fingerprint(model)
+    copy = Path(shutil.copytree(model, tmp_path / "elsewhere"))
+    assert fingerprint(copy) == known
+    path = copy / "model-2.safetensors"
+    tensors = load_file(path)
+    tensors["layers.3.weight"] += 1e-3 * torch.randn(64, 64)  # a step of training in one layer: same names, same sizes
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert path.stat().st_size == (model / "model-2.safetensors").stat().st_size
+    assert fingerprint(copy) != known
+
+
+def test_another_config_is_another_target(model: Path) -> None:
+    known = fingerprint(model)
+    (model / "config.json").write_text('{"hidden_size": 5}')
+    assert fingerprint(model) != known
+
+
+def test_what_is_no_safetensors_file_is_an_error(model: Path) -> None:
+    (model / "model-1.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + bytes(100))
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        fingerprint(model)
