@@ -166,7 +166,9 @@ class Desk:
             "checkpoint": str(self.run_dir.checkpoints / folder_name(steps)),
             "export": str(export),
             "metrics": str(self.run_dir.metrics_jsonl),
+            # Skipped steps are those of the whole run; the others are counted from the last resume on.
             "counts": {"skipped": self.reporter.metrics.skipped_total, **self.reporter.totals},
+            "counted_since_step": self.scene.first_step,
         }
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
@@ -180,7 +182,7 @@ class Desk:
         self._close(0)
 
     def _accounts(self) -> list[str]:
-        """What did not train, and why, since this launch began."""
+        """What did not train, and why: steps skipped in the whole run, all else since this launch began."""
         assert self.reporter is not None
         totals = self.reporter.totals
         said = {
@@ -190,7 +192,8 @@ class Desk:
         }
         skipped = self.reporter.metrics.skipped_total
         lines = [f"{skipped} steps were skipped for numbers that are not finite"] if skipped else []
-        return lines + [f"{totals[name]} {text}" for name, text in said.items() if totals.get(name)]
+        since = f" (since step {self.scene.first_step})" if self.scene.first_step else ""
+        return lines + [f"{totals[name]} {text}{since}" for name, text in said.items() if totals.get(name)]
 
     def _on_end(self, report: dict[str, Any]) -> None:
         """The watchdog ends this process: say why in the files too."""

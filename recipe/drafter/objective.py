@@ -48,11 +48,6 @@ class Objective:
         self.section, self.block_size, self.variant = section, block_size, variant
         self.gamma = section.gamma or default_gamma(block_size)
 
-    @property
-    def needs_last_hidden(self) -> bool:
-        """Whether micro-batches must carry the target's last hidden state."""
-        return self.section.soft_labels
-
     def _slot_weights(self, targets: BlockTargets) -> np.ndarray:
         """float64 [A, B]: what a slot counts for in the denominator; zero where nothing is supervised."""
         if self.section.loss == "dpace":

@@ -28,13 +28,16 @@ class Reporter(Protocol):
     def saving(self) -> None: ...
 
 
-class StepFacts:
+class StepFacts(NamedTuple):
     """Numbers of one optimizer step: wall seconds, seconds waited for the ring, tokens over all ranks, gradient norm,
     the learning rate it was made with, and whether it was skipped."""
 
-    def __init__(self, seconds: float, waited_s: float, tokens: int, gnorm: float, lr: float, skipped: bool) -> None:
-        self.seconds, self.waited_s, self.tokens = seconds, waited_s, tokens
-        self.gnorm, self.lr, self.skipped = gnorm, lr, skipped
+    seconds: float
+    waited_s: float
+    tokens: int
+    gnorm: float
+    lr: float
+    skipped: bool
 
 
 class StepTotals(NamedTuple):
