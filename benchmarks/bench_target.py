@@ -17,6 +17,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--check", type=parse_batch, default=(2, 1024), metavar="NxS", help="batch of the comparisons")
     options.add_argument("--repeat", type=positive, default=3, help="timed passes per batch [%(default)s]")
     options.add_argument(
-        "--folder", type=Path, default=Path("/dev/shm/bench_target"), help="of the weights [%(default)s]"
+        "--folder", type=Path, default=Path("/dev/shm"), help="the weights get a folder of their own here [%(default)s]"
     )
     options.add_argument("--keep", action="store_true", help="leave the weights there")
     options.add_argument("--profile", action="store_true", help="name the largest kernels of one pass at degree 1")
@@ -80,11 +81,13 @@ def main() -> int:
     results: dict[str, Any] = {"model": args.model, "layers": layers, "gpus": gpus, "versions": versions()}
     begun = time.monotonic()
     dtype = torch.bfloat16 if gpus else torch.float32
-    size = write_checkpoint(args.folder, shape, dtype, "cuda" if gpus else "cpu")
-    torch.cuda.empty_cache()
-    results["checkpoint"] = {"gb": size / 1e9, "seconds": time.monotonic() - begun}
-    show("checkpoint", results["checkpoint"])
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.folder = Path(tempfile.mkdtemp(prefix="bench_target-", dir=args.folder))
     try:
+        size = write_checkpoint(args.folder, shape, dtype, "cuda" if gpus else "cpu")
+        torch.cuda.empty_cache()
+        results["checkpoint"] = {"gb": size / 1e9, "seconds": time.monotonic() - begun}
+        show("checkpoint", results["checkpoint"])
         for tp in args.tp:
             results[f"tp{tp}"] = run_ranks(args, "degree", tp, tp, gpus)
         if args.ranks_of:

@@ -15,6 +15,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="target_kinds", description=__doc__.splitlines()[0])
     options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="[all]")
     options.add_argument("--batch", type=parse_batch, default=(4, 512), metavar="NxS", help="[4x512]")
-    options.add_argument("--folder", type=Path, default=Path("/dev/shm/target_kinds"), help="[%(default)s]")
+    options.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="a folder is made here [%(default)s]")
     options.add_argument("--narrow", action="store_true", help="an eighth of the widths, to try it on a CPU")
     options.add_argument("--json", type=Path, help="write all numbers here")
     options.add_argument("--limit-s", type=int, default=300, help="of each degree [%(default)s]")
@@ -91,7 +92,8 @@ def main() -> int:
         work(args, *args.worker)
         return 0
     begun = time.monotonic()
-    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.folder = Path(tempfile.mkdtemp(prefix="target_kinds-", dir=args.folder))
     try:
         for kind in args.kinds:
             write_kind(args, kind)

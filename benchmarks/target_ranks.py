@@ -19,6 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tp", type=int, default=5, help="[%(default)s]")
     options.add_argument("--batch", type=parse_batch, default=(4, 2048), metavar="NxS", help="[4x2048]")
     options.add_argument("--repeat", type=int, default=5, help="timed passes [%(default)s]")
-    options.add_argument("--folder", type=Path, default=Path("/dev/shm/target_ranks"), help="[%(default)s]")
+    options.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="a folder is made here [%(default)s]")
     options.add_argument("--json", type=Path, help="write all numbers here")
     options.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)  # ranks; -1: the whole layer
     return options
@@ -65,7 +66,8 @@ def main() -> int:
     begun = time.monotonic()
     shape = one_period(TargetShape.resolve(args.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.folder = Path(tempfile.mkdtemp(prefix="target_ranks-", dir=args.folder))
     try:
         write_checkpoint(args.folder, shape, torch.bfloat16, device, layers_per_file=1)
         if device == "cuda":

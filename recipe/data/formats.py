@@ -136,18 +136,30 @@ def _read_json(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
     if start[:1] == b"[":
         yield from _read_array(buffered)
         return
-    first = buffered.readline()
-    rest = buffered.readline()
-    try:
-        json.loads(first.removeprefix(_BOM))
-        whole = not rest.strip()  # one line alone may be an object that holds the rows
-    except ValueError:
-        whole = True
-    if whole:
-        yield from _read_object(first + rest + buffered.read())
+    begin, rows = b"", list[bytes]()
+    while len(rows) < 2 and (line := buffered.readline()):
+        begin += line
+        rows += [line] if line.strip() else []
+    if len(rows) == 2 and any(_is_json(line) for line in rows):  # a broken line does not hide that these are lines
+        yield from _read_lines(_Chained(begin, buffered))  # type: ignore[arg-type]
         return
-    first += rest
-    yield from _read_lines(_Chained(first, buffered))  # type: ignore[arg-type]
+    content = begin + buffered.read()
+    try:
+        whole = json.loads(content.removeprefix(_BOM))
+    except ValueError:
+        if not any(_is_json(line) for line in content.splitlines()):
+            raise
+        yield from _read_lines(io.BytesIO(content))
+        return
+    yield from _rows_of(whole)
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line alone is an object, as those of JSON lines are."""
+    try:
+        return isinstance(json.loads(line.removeprefix(_BOM)), dict)
+    except ValueError:
+        return False
 
 
 class _Chained:
@@ -161,8 +173,8 @@ class _Chained:
         yield from self.rest
 
 
-def _read_object(content: bytes) -> Iterator[tuple[int, Any]]:
-    whole = json.loads(content.removeprefix(_BOM))
+def _rows_of(whole: Any) -> Iterator[tuple[int, Any]]:
+    """An object that holds the rows under one key, or is the one row."""
     lists = [v for v in whole.values() if isinstance(v, list)] if isinstance(whole, dict) else []
     wrapped = len(lists) == 1 and len(whole) == 1 and next(iter(whole)) not in ROW_KEYS
     rows = lists[0] if wrapped else [whole]

@@ -12,7 +12,10 @@ from recipe.errors import ConfigError
 
 
 class Journal:
-    """``done``: the ids already written. Refuses a file that was begun with other settings, or that is in use."""
+    """``done``: the ids already written. Refuses a file that was begun with other settings, or that is in use.
+
+    ``overwrite``: what is there stays until the first new row: a mistake that is found before costs nothing.
+    """
 
     def __init__(self, path: Path, settings: dict[str, Any], overwrite: bool = False) -> None:
         self.path, self.settings, self.overwrite = path, settings, overwrite
@@ -35,11 +38,10 @@ class Journal:
             raise ConfigError(
                 "--output", str(self.path), "is being written by another process", "wait for it"
             ) from error
-        if self.overwrite:
-            self._file.truncate(0)
         try:
-            self._check_settings()
-            self._recover()
+            if not self.overwrite:
+                self._check_settings()
+                self._recover()
         except BaseException:
             self._file.close()
             raise
@@ -85,6 +87,10 @@ class Journal:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row; when this returns it is on disk."""
+        if self.overwrite:
+            self.overwrite = False
+            self._file.truncate(0)
+            self._check_settings()
         self._file.write(json.dumps(row, ensure_ascii=True).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -75,16 +75,15 @@ class LocalEngine:
         if batch:
             yield batch
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """One answer for each prompt of one batch."""
+    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:
+        """One answer for each prompt of one batch, drawn with the prompt's own seed: company does not change it."""
         torch = self.torch
         width = max(map(len, prompts))
         ids, seen = self._padded(prompts, width)
         sample: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if sampling.temperature > 0:
-            sample = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
-        with torch.inference_mode(), torch.random.fork_rng():
-            torch.manual_seed(sampling.seed + seed)
+            sample["logits_processor"] = [_OwnNoise(torch, sampling.temperature, [sampling.seed + s for s in seeds])]
+        with torch.inference_mode():
             out = self.model.generate(
                 input_ids=ids,
                 attention_mask=seen,
@@ -102,6 +101,22 @@ class LocalEngine:
         text = self.tokenizer.backend_tokenizer.decode(said, skip_special_tokens=False)
         kept = ids if end is None else ids[: end + 1]
         return Answer({"role": "assistant", "content": text}, end is None, kept, len(kept))
+
+
+class _OwnNoise:
+    """Makes the greedy choice a draw at ``temperature`` from each row's own generator (the Gumbel-max trick).
+
+    Called by `generate` with ids [rows, T] and logits [rows, V].
+    """
+
+    def __init__(self, torch: Any, temperature: float, seeds: Sequence[int]) -> None:
+        self.torch, self.temperature = torch, temperature
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, ids: Any, logits: Any) -> Any:
+        uniform = self.torch.stack([self.torch.rand(logits.shape[-1], generator=one) for one in self.generators])
+        noise = -(-uniform.clamp_min(1e-30).log()).log()
+        return logits.float() / self.temperature + noise.to(logits.device)
 
 
 def _unwrap_gpu_kernels(model: Any) -> None:

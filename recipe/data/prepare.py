@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import glob
 import itertools
 import json
 import math
@@ -78,6 +79,7 @@ def prepare(
     masker = ChatMask(loaded, str(tokenizer))
     settings["stop_ids"] = sorted(masker.stops)
     key = store.cache_key(paths, settings)
+    store.settle(output)
     if store.cached(output, key) and not overwrite:
         report = Report.from_json(json.loads((output / "report.json").read_text(encoding="utf-8")))
         report.up_to_date = True
@@ -157,7 +159,7 @@ class _Workshop:
 
     def _clear_abandoned(self) -> None:
         """What killed jobs with other inputs or options left for this output; nobody would go on from it."""
-        for folder in self.folder.parent.glob(f"{self.folder.name.rpartition('-')[0]}-*"):
+        for folder in self.folder.parent.glob(f"{glob.escape(self.folder.name.rpartition('-')[0])}-*"):
             try:
                 with (folder / "lock").open("r+") as lock:
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

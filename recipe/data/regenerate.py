@@ -56,9 +56,12 @@ def read_prompts(inputs: Sequence[str | Path], dropped: Counter[str]) -> Iterato
         except Drop as drop:
             dropped[drop.reason] += 1
             continue
-        name = own or f"{os.path.basename(record.source)}:{record.number}"
-        seen[name] += 1
-        yield Prompt(name if seen[name] == 1 else f"{name}#{seen[name]}", number, chat)
+        name = unique = own or f"{os.path.basename(record.source)}:{record.number}"
+        while seen[unique]:
+            seen[name] += 1
+            unique = f"{name}#{seen[name]}"
+        seen[unique] = 1
+        yield Prompt(unique, number, chat)
 
 
 def turns_to_answer(chat: Chat) -> list[list[dict[str, Any]]]:
@@ -144,9 +147,7 @@ def _converse(engine: Any, prompt: Prompt, sampling: Sampling) -> tuple[dict[str
     answers: list[Answer] = []
     for turn, part in enumerate(turns_to_answer(prompt.chat)):
         said += part
-        answer = engine.answer(
-            _without_thoughts(said), prompt.chat.tools, sampling, key_of(prompt.number, turn) % 2**30
-        )
+        answer = engine.answer(_as_history(said), prompt.chat.tools, sampling, key_of(prompt.number, turn) % 2**30)
         said.append(_marked(answer))
         answers.append(answer)
     return conversation_line(prompt, said, answers, engine.model), answers
@@ -156,8 +157,9 @@ def _marked(answer: Answer) -> dict[str, Any]:
     return {**answer.message, "truncated": True} if answer.truncated else answer.message
 
 
-def _without_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """History as clients send it back: our own marks are not the server's business."""
+def _as_history(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the server renders: no marks of ours, thoughts only under the name that chat templates know
+    (`reasoning_content`; whether history shows them is the template's affair, there and in `prepare`)."""
     return [{k: v for k, v in m.items() if k not in ("truncated", "reasoning", "thinking")} for m in messages]
 
 
@@ -191,8 +193,8 @@ def regenerate_local(
                 said[i] += parts[i][turn]
                 encoded.append(engine.encode(said[i], chunk[i].chat.tools, sampling))
             for batch in engine.batches(encoded):
-                seed = key_of(chunk[here[batch[0]]].number, turn) % 2**30
-                for k, answer in zip(batch, engine.generate([encoded[j] for j in batch], sampling, seed), strict=True):
+                seeds = [key_of(chunk[here[j]].number, turn) % 2**30 for j in batch]
+                for k, answer in zip(batch, engine.generate([encoded[j] for j in batch], sampling, seeds), strict=True):
                     i = here[k]
                     said[i].append(_marked(answer))
                     answers[i].append(answer)

@@ -218,11 +218,6 @@ class Schedule:
     def accumulation(self) -> int:
         return self.world.accumulation
 
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches that one node contributes to an optimizer step."""
-        return self.world.width
-
     def batches(self, epoch: int, node: int) -> Sequence[np.ndarray]:
         """Row ids of the target batches of a whole epoch on the nodes of now, in production order."""
         return self._batches(Part(epoch, self.nodes), node)

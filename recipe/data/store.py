@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -123,3 +124,14 @@ def publish(built: Path, output: Path) -> None:
     os.replace(output, old)
     os.replace(built, output)
     shutil.rmtree(old)
+
+
+def settle(output: Path) -> None:
+    """Mend what a job left that was killed within `publish`: the old folder gets its name back, or goes."""
+    for old in output.parent.glob(f".{glob.escape(output.name)}.old-*"):
+        if Path("/proc", old.name.rpartition("-")[2]).exists():
+            continue  # its job is at work
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, output)

@@ -59,6 +59,28 @@ def test_a_cut_or_foreign_zst_file_is_counted(tok: Path, tmp_path: Path) -> None
     assert "no row was read from " + str(tmp_path / "empty.jsonl") in report.text()
 
 
+@pytest.mark.parametrize(
+    ("begin", "good"),
+    [(b"", 3), (b"\n", 3), (b"  \n\n", 3), (b"{broken\n", 3), (b"\n{broken\n\n", 3), (b"{broken\n{too\n", 3)],
+)
+def test_json_lines_under_the_name_json(tmp_path: Path, begin: bytes, good: int) -> None:
+    """Blank or broken first lines hide none of the others, whose numbers are those of the file."""
+    (tmp_path / "a.json").write_bytes(begin + lines(3))
+    read = list(read_records([tmp_path / "a.json"]))
+    whole = [record for record in read if b"broken" not in record.content and b"too" not in record.content]
+    assert len(whole) == good and [json.loads(one.content) for one in whole] == list(
+        map(json.loads, lines(3).split(b"\n")[:3])
+    )
+    assert [record.number for record in whole] == [begin.count(b"\n") + i for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("text", ['{\n "messages": [\n {"role": "user",', "{\n}}\n", "[1, 2"])
+def test_one_object_that_is_cut_off_is_a_damaged_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    *before, last = read_records([tmp_path / "a.json"])
+    assert last.content.reason == "damaged_file" and [record.content for record in before] == [1, 2][: len(before)]
+
+
 def test_zst_equals_its_library() -> None:
     content = np.random.default_rng(1).integers(0, 9, 300_000, dtype=np.uint8).tobytes()
     frames = b"".join(zstandard.compress(content[i : i + 70_000]) for i in range(0, len(content), 70_000))
@@ -123,12 +145,24 @@ def test_strict_refuses_single_turns_too(tok: Path, tmp_path: Path) -> None:
         prepare([tmp_path / "a.jsonl"], tok, tmp_path / "out", strict=True)
 
 
-def test_what_killed_jobs_left_is_cleared(tok: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["out", "o[u]t*"])
+def test_what_killed_jobs_left_is_cleared(tok: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(3))
-    left = tmp_path / ".out.partial-0123456789abcdef"
+    left = tmp_path / f".{name}.partial-0123456789abcdef"
     left.mkdir()
     (left / "lock").touch()
     (left / "part-00000.stream").write_bytes(b"x")
+    prepare([tmp_path / "a.jsonl"], tok, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", name])
+
+
+def test_a_kill_while_an_output_is_replaced_loses_neither(tok: Path, tmp_path: Path) -> None:
+    """Between the two renames the name is gone: the old rows get it back, and are up to date."""
+    (tmp_path / "a.jsonl").write_bytes(lines(3))
+    prepare([tmp_path / "a.jsonl"], tok, tmp_path / "out")
+    os.rename(tmp_path / "out", tmp_path / ".out.old-4194999")  # no pid is that high
+    assert prepare([tmp_path / "a.jsonl"], tok, tmp_path / "out").up_to_date
+    (tmp_path / ".out.old-4194999").mkdir()  # after the second rename
     prepare([tmp_path / "a.jsonl"], tok, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
 

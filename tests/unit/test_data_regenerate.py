@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from recipe.cli import main
 from recipe.data import regenerate as verb
 from recipe.data.answer import Sampling
 from recipe.data.local_engine import LocalEngine
@@ -232,6 +233,27 @@ def test_local_answers_equal_plain_generation(model: Path, tmp_path: Path) -> No
         assert row["messages"][-1].get("truncated", False) is (made[-1] not in engine.stops)
 
 
+def test_company_does_not_change_what_is_drawn(model: Path) -> None:
+    """After a resume the batches are others. Oracle: the same prompts alone; and many draws have the model's odds."""
+    import torch
+
+    engine, sampling = LocalEngine(str(model), batch_size=4), Sampling(8, temperature=1.0)
+    prompts = [engine.encode([{"role": "user", "content": text}], None, Sampling()) for text in ("a", "bb c", "d", "x")]
+    together = [answer.token_ids for answer in engine.generate(prompts, sampling, [5, 6, 7, 8])]
+    alone = [
+        engine.generate([ids], sampling, [seed])[0].token_ids for ids, seed in zip(prompts, (5, 6, 7, 8), strict=True)
+    ]
+    assert together == alone
+    draws = engine.generate(prompts[:1] * 4000, Sampling(1, temperature=0.7), range(4000))
+    counts = torch.bincount(torch.tensor([answer.token_ids[0] for answer in draws]), minlength=400)
+    with torch.inference_mode():
+        logits = engine.model(input_ids=torch.tensor(prompts[:1])).logits[0, -1].double()
+    expected = 4000 * torch.softmax(logits / 0.7, 0)
+    kept = expected > 5
+    chi = float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    assert chi < int(kept.sum()) + 5 * (2 * int(kept.sum())) ** 0.5, chi
+
+
 def test_batches_without_padding_hold_equal_lengths(model: Path) -> None:
     engine = LocalEngine(str(model), batch_size=2)
     prompts = [[1] * n for n in (3, 5, 3, 3, 5)]
@@ -315,6 +337,27 @@ def test_an_output_is_continued_only_with_its_own_input(server: Server, tmp_path
     with pytest.raises(ConfigError, match="one of the --input"):
         go(server, source, source, overwrite=True)
     assert len(source.read_text().splitlines()) == 3
+
+
+def test_overwriting_begins_with_the_first_answer(server: Server, tmp_path: Path) -> None:
+    """A mistake that is found before it costs nothing of what was there."""
+    asked, out = questions(tmp_path / "q.jsonl", ["a", "b"]), tmp_path / "a.jsonl"
+    common = ["--input", str(asked), "--output", str(out), "--model", "tiny"]
+    assert main(["regenerate", *common, "--base-url", server.url]) == 0
+    before = out.read_bytes()
+    assert main(["regenerate", *common, "--base-url", "http://127.0.0.1:9/v1", "--retries", "0", "--overwrite"]) != 0
+    assert out.read_bytes() == before and before
+    assert main(["regenerate", *common, "--base-url", server.url, "--temperature", "0.5", "--overwrite"]) == 0
+    assert len(lines(out)) == 2
+    assert main(["regenerate", *common, "--base-url", server.url, "--temperature", "0.5"]) == 0
+
+
+def test_ids_stay_apart_whatever_they_look_like(tmp_path: Path) -> None:
+    names = ["a", "a", "a#2", "a", "a#2", "b"]
+    rows = [{"id": name, "messages": [{"role": "user", "content": "q"}]} for name in names]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ids = [prompt.id for prompt in verb.read_prompts([tmp_path / "q.jsonl"], Counter())]
+    assert len(set(ids)) == len(names) and ids[0] == "a" and ids[-1] == "b"
 
 
 def test_damage_inside_an_output_is_named_and_nothing_cut(server: Server, tmp_path: Path) -> None:
