@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+THREADS = 8
 SAMPLE = 1024  # bytes from the middle of a tensor
 MOST = 4096  # tensors of a file that are looked into, evenly spaced: a mixture may have tens of thousands
 HEADER_MOST = 100 << 20  # what safetensors itself allows
@@ -20,24 +21,27 @@ HEADER_MOST = 100 << 20  # what safetensors itself allows
 def fingerprint(folder: Path) -> str:
     """16 hexadecimal digits. Raises OSError; ValueError for a file that is no safetensors file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        for piece in _pieces(path):
-            digest.update(piece)
+    paths = sorted(folder.glob("*.safetensors"))
+    with ThreadPoolExecutor(THREADS) as pool:  # a network disk answers one small read in a millisecond, or eight
+        for path, sampled in zip(paths, pool.map(_sampled, paths), strict=True):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + sampled)
     return digest.hexdigest()[:16]
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    """The header of a file, then SAMPLE bytes of each tensor that is looked into."""
+def _sampled(path: Path) -> bytes:
+    """Of the header of a file, then of SAMPLE bytes of each tensor that is looked into."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > HEADER_MOST:
             raise ValueError(f"{path} is no safetensors file")
         header = file.read(size)
-        yield header
-        spans = sorted(
-            tuple(entry["data_offsets"]) for name, entry in json.loads(header).items() if name != "__metadata__"
-        )
+        digest = hashlib.sha256(header)
+        try:
+            entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+            spans = sorted(tuple(entry["data_offsets"]) for entry in entries)
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no safetensors file ({type(error).__name__})") from error
         for begin, end in spans[:: -(-len(spans) // MOST) or 1]:
             file.seek(8 + size + begin + max(0, (end - begin - SAMPLE) // 2))
-            yield file.read(min(SAMPLE, end - begin))
+            digest.update(file.read(min(SAMPLE, end - begin)))
+    return digest.digest()

@@ -14,6 +14,7 @@ from recipe.errors import ConfigError
 
 _DRAW_STREAM = 3
 _FRACTION_BITS = 24  # of a key of the draw
+_WINDOW = 128  # items that are looked at together as Python numbers, which are faster one by one than numpy's
 _CHUNK = 4096  # batches that are drawn from at once, so that their keys stay in the cache
 
 
@@ -199,19 +200,21 @@ def _move_repeats(
     taken: list[int] = []
     repeats: list[int] = []
     seen: set[int] = set()
-    room, scan = budget, start
-    while scan < len(order):
-        item = int(order[scan])
-        row = int(rows[item])
-        if row in seen:
-            repeats.append(item)
-        elif lengths[row] <= room:
-            taken.append(item)
-            seen.add(row)
-            room -= int(lengths[row])
-        else:
-            break
-        scan += 1
+    room, scan, full = budget, start, False
+    while scan < len(order) and not full:
+        window = order[scan : scan + _WINDOW]
+        its_rows = rows[window]
+        for item, row, length in zip(window.tolist(), its_rows.tolist(), lengths[its_rows].tolist(), strict=True):
+            if row in seen:
+                repeats.append(item)
+            elif length <= room:
+                taken.append(item)
+                seen.add(row)
+                room -= length
+            else:
+                full = True
+                break
+            scan += 1
     order[start:scan] = taken + repeats
     total[start:scan] = before + np.cumsum(lengths[rows[order[start:scan]]], dtype=np.int64)
     return start + len(taken)

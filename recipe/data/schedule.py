@@ -16,7 +16,7 @@ import numpy as np
 
 from recipe.config.deepspeed_keys import RunConfig
 from recipe.data.delivery import Delivery, plan_delivery
-from recipe.data.plan import plan_epoch
+from recipe.data.plan import EpochPlan, plan_epoch
 
 ROW_BITS = 40
 
@@ -120,6 +120,7 @@ class Schedule:
         self.worlds = tuple(worlds)
         self.world = self.worlds[-1]
         most = 2 * max(world.nodes for world in worlds)
+        self._epoch = lru_cache(2)(self._plan_part)
         self._batches = lru_cache(most)(self._plan_batches)
         self._delivery = lru_cache(most)(self._plan_delivery)
         self._left = lru_cache(2)(self._find_left)
@@ -185,10 +186,14 @@ class Schedule:
             left[before.reuse[done], before.rows[done]] = False
         return left
 
-    def _plan_batches(self, part: Part, node: int) -> Sequence[np.ndarray]:
+    def _plan_part(self, part: Part) -> tuple[EpochPlan, np.ndarray | None]:
+        """The plan of a part, and the rows that its numbers stand for (None: themselves)."""
         rows = None if part.rest_of is None else np.flatnonzero(self._left(part).any(axis=0))
         lengths = self.lengths if rows is None else self.lengths[rows]
-        plan = plan_epoch(lengths, self.seed, part.epoch, self.token_budget, self.max_batch_size, part.nodes)
+        return plan_epoch(lengths, self.seed, part.epoch, self.token_budget, self.max_batch_size, part.nodes), rows
+
+    def _plan_batches(self, part: Part, node: int) -> Sequence[np.ndarray]:
+        plan, rows = self._epoch(part)
         return plan.batches(node) if rows is None else [rows[batch] for batch in plan.batches(node)]
 
     def _plan_delivery(self, part: Part, node: int) -> Delivery:

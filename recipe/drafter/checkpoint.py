@@ -3,7 +3,7 @@
 checkpoints/step_00000400/
     optimizer_0000R-of-0000N.safetensors   each rank's masters and moments (`recipe/roles/optimizer_state.py`)
     weights.safetensors, config.json       what `export` reads
-    state.json                             step, worlds, what a resume must match, size and CRC-32 of every file
+    state.json                             step, worlds, what a resume must match, size and sum of every file
 checkpoints/latest    the name of the one to resume from; when that is damaged, the newest complete one is taken
 """
 
@@ -116,7 +116,7 @@ class Checkpoints:
             staging.mkdir()
 
     def _write(self, engine: Any, staging: Path, sums: list[tuple[str, str]]) -> dict[str, Any]:
-        """This rank's files; ``sums`` gets name and CRC-32 of each."""
+        """This rank's files; ``sums`` gets name and sum of each."""
         rank, world = world_place()
         shard = staging / shard_name(rank, world)
         facts = save_engine(engine, shard)
@@ -191,7 +191,11 @@ def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterC
     if problem is not None:
         raise ConfigError("--step", step, problem, f"choose another step (the run has {steps})")
     config = DrafterConfig.from_dict(json.loads((path / CONFIG).read_text()))
-    return config, load_file(path / WEIGHTS), step
+    try:
+        return config, load_file(path / WEIGHTS), step
+    except SafetensorError as error:  # it was whole a moment ago
+        rule = f"{path / WEIGHTS} cannot be read ({error})"
+        raise ConfigError("--step", step, rule, f"choose another step (the run has {steps})") from error
 
 
 def saved_state(folder: Path, step: int) -> dict[str, Any]:
@@ -216,9 +220,12 @@ def _sync(path: Path) -> None:
 
 def mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Every key in which a checkpoint belongs to another drafter, target or data, as an error naming both values."""
-    fix = "use that value, or start a new run"
+    # What is known by its bytes has a sum for a value, which nobody can set.
+    fixes = {False: "use that value, or start a new run", True: "use what the run began with, or start a new run"}
     return [
-        ConfigError(key, value, f"the checkpoint to resume was made with {saved.get(key)!r}", fix)
+        ConfigError(
+            key, value, f"the checkpoint to resume was made with {saved.get(key)!r}", fixes[key.startswith("the ")]
+        )
         for key, value in wanted.items()
         if saved.get(key) != value
     ]

@@ -1,13 +1,14 @@
-"""Whether the files of a checkpoint hold what was written: sizes, and a CRC-32 of every byte.
+"""Whether the files of a checkpoint hold what was written: sizes, and CRC-32 sums over every byte.
 
-Disks, network file systems and copies flip bits; such a checkpoint would load, and train on, without a word. A CRC-32
-misses one random damage in 4·10⁹ and costs a save or a resume about 0.3 s a GB and thread. It is no protection
-against somebody who changes files on purpose.
+Disks, network file systems and copies flip bits; such a checkpoint would load, and train on, without a word. A file is
+summed in pieces by several threads, 2.4 GB/s each where memory keeps up; a CRC-32 misses one random damage in 4·10⁹. It
+is no protection against somebody who changes files on purpose.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +16,27 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
-FORMAT = 3
-PIECE = 8 << 20
-THREADS = 4
+FORMAT = 4
+PIECE = 64 << 20  # bytes that one thread sums
+READ = 4 << 20  # bytes that it holds in memory
+THREADS = 8
 OWN_SUM = "crc32 of this file without this line"
 
 
 def sum_of_file(path: Path) -> str:
-    """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
-    found = 0
-    with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            found = zlib.crc32(piece, found)
-    return f"{found:08x}"
+    """CRC-32 of the CRC-32s of a file's pieces, 8 hexadecimal digits. Raises OSError."""
+    with open(path, "rb") as file, ThreadPoolExecutor(THREADS) as pool:
+        fd = file.fileno()
+        sums = pool.map(lambda start: _sum_of_piece(fd, start), range(0, os.fstat(fd).st_size, PIECE))
+        return f"{zlib.crc32(b''.join(one.to_bytes(4, 'little') for one in sums)):08x}"
+
+
+def _sum_of_piece(fd: int, start: int) -> int:
+    found, place, end = 0, start, start + PIECE
+    buffer = memoryview(bytearray(READ))
+    while place < end and (got := os.preadv(fd, [buffer[: end - place]], place)):
+        found, place = zlib.crc32(buffer[:got], found), place + got
+    return found
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,11 +66,10 @@ def damage(folder: Path, names: Collection[str] | None = None) -> str | None:
             return f"{path} is missing"
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size} of {size} bytes"
-    read = [name for name in files if names is None or name in names]
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = dict(zip(read, pool.map(_sum_or_none, (folder / name for name in read)), strict=True))
-    bad = next((name for name in read if found[name] != files[name][1]), None)
-    return None if bad is None else f"{folder / bad} has other bytes than were written"
+    for name, (_, known) in files.items():
+        if (names is None or name in names) and _sum_or_none(folder / name) != known:
+            return f"{folder / name} has other bytes than were written"
+    return None
 
 
 def folder_name(step: int) -> str:
@@ -77,4 +85,6 @@ def _sum_or_none(path: Path) -> str | None:
 
 
 def _sum_of_state(state: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(state, sort_keys=True).encode()):08x}"
+    """Of what a reader gets: JSON makes text of keys that are numbers, which sort otherwise."""
+    read = json.loads(json.dumps(state))
+    return f"{zlib.crc32(json.dumps(read, sort_keys=True).encode()):08x}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -237,10 +238,11 @@ def test_damaged_model_files_are_no_traceback(tok: Path, tmp_path: Path, file: s
     (folder / "config.json").write_text("{}")
     (folder / file).write_text(json.dumps(content))
     assert isinstance(SpecialTokens.of(str(folder)), SpecialTokens)
-    try:
+    # config.json and generation_config.json say only which tokens end an answer; chat_template.jinja comes first.
+    refused = file.startswith("tokenizer") and "chat_template" not in content
+    with pytest.raises(ConfigError) if refused else contextlib.nullcontext() as caught:
         ChatMask(load_tokenizer(folder), str(folder))
-    except ConfigError as error:
-        assert error.field == "--tokenizer"
+    assert not refused or caught.value.field == "--tokenizer"
 
 
 def _folder(path: Path, columns: dict[str, Any], meta: str = "{}") -> Path:
