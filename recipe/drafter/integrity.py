@@ -18,7 +18,7 @@ from typing import Any
 STATE = "state.json"
 FORMAT = 4
 PIECE = 64 << 20  # bytes that one thread sums
-READ = 4 << 20  # bytes that it holds in memory
+READ = 1 << 20  # bytes that it holds in memory
 THREADS = 8
 OWN_SUM = "crc32 of this file without this line"
 

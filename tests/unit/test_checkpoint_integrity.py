@@ -6,12 +6,14 @@ import json
 import random
 import shutil
 import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe.drafter import integrity
 from recipe.drafter.integrity import FORMAT, damage, folder_name, seal, sum_of_file
 from recipe.fingerprint import fingerprint
 
@@ -57,7 +59,7 @@ def test_only_what_is_asked_for_is_read(checkpoint: Path) -> None:
     assert "has 5 of" in (damage(checkpoint, FILES[:1]) or "")
 
 
-@pytest.mark.parametrize("version", [2, 4, "x"])
+@pytest.mark.parametrize("version", [2, 3, 5, "x"])
 def test_another_format_is_named(checkpoint: Path, version: object) -> None:
     state = json.loads((checkpoint / "state.json").read_text())
     (checkpoint / "state.json").write_text(json.dumps({**state, "format": version}))
@@ -67,6 +69,31 @@ def test_another_format_is_named(checkpoint: Path, version: object) -> None:
 def test_a_checkpoint_under_another_name_is_not_that_step(checkpoint: Path) -> None:
     other = checkpoint.rename(checkpoint.with_name(folder_name(8)))
     assert damage(other) == f"{other} holds step 7"
+
+
+def test_a_file_of_many_pieces_is_summed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte counts, and so does the order of the pieces; the sum is of the bytes alone."""
+    monkeypatch.setattr(integrity, "PIECE", 1000)
+    monkeypatch.setattr(integrity, "READ", 300)
+    path, rng = tmp_path / "file", random.Random(1)
+    data = rng.randbytes(4321)
+    path.write_bytes(data)
+    pieces = [zlib.crc32(data[at : at + 1000]).to_bytes(4, "little") for at in range(0, 4321, 1000)]
+    assert sum_of_file(path) == f"{zlib.crc32(b''.join(pieces)):08x}"
+    for at in range(0, 4321, 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert sum_of_file(path) != f"{zlib.crc32(b''.join(pieces)):08x}"
+    path.write_bytes(data[1000:2000] + data[:1000] + data[2000:])
+    assert sum_of_file(path) != f"{zlib.crc32(b''.join(pieces)):08x}"
+
+
+def test_the_seal_is_of_what_json_keeps(tmp_path: Path) -> None:
+    """Keys that are numbers become text, and sort otherwise."""
+    folder = tmp_path / folder_name(1)
+    folder.mkdir()
+    state = {"format": FORMAT, "step": 1, "files": {}, "engine": {9: 0.1, 10: float("inf"), 100: None}}
+    (folder / "state.json").write_text(json.dumps(seal(state), indent=2))
+    assert damage(folder) is None
 
 
 # -- the target -------------------------------------------------------------------------------------------------------
@@ -106,3 +133,7 @@ def test_what_is_no_safetensors_file_is_an_error(model: Path) -> None:
     (model / "model-1.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + bytes(100))
     with pytest.raises(ValueError, match="is no safetensors file"):
         fingerprint(model)
+    for header in (b"[]", b'{"a": 1}', b'{"a": {}}', b"{"):
+        (model / "model-1.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            fingerprint(model)
