@@ -40,6 +40,7 @@ from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, is_run
+from recipe.telemetry.status_fields import read_fields
 from recipe.telemetry.status_writer import mark_dead
 
 LEAVE_S = 60.0
@@ -147,9 +148,8 @@ class Launch:
 
     @staticmethod
     def _has_trained(run_dir: RunDir) -> bool:
-        """Whether there is something to lose: a checkpoint, or the record of a step."""
-        metrics = run_dir.metrics_jsonl
-        return bool(steps_of(run_dir.checkpoints)) or (metrics.exists() and metrics.stat().st_size > 0)
+        """Whether there is something to lose: a checkpoint, or a step, of which log and status are the record."""
+        return bool(steps_of(run_dir.checkpoints)) or "step" in read_fields(run_dir.status_json)
 
     def _decide(self) -> dict[str, Any]:
         resolved = resolve(for_dry_run(self.config) if self.args.dry_run else self.config)
@@ -192,8 +192,10 @@ class Launch:
             # Random, because containers that share one /dev/shm may share pids as well.
             run_id = f"{ours.run.name}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
             path = ring_path(run_id, node)
+            self.watchdog.on_end.append(lambda _: path.unlink(missing_ok=True))
             ring = Ring.create(path, spec, run_id, producers=self.role.replicas, on_wait=self._on_wait)
-            self.watchdog.on_end.append(lambda _: ring.unlink())
+            if self.watchdog.is_ending():  # another thread may have cleared up before there was a ring
+                ring.unlink()
             self.store.put(key, [str(path), run_id])
         else:
             found = self.store.get(key, START_UP_S)

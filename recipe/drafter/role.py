@@ -36,27 +36,9 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     desk = Desk(scene, run_dir) if run_dir is not None else None
     embedding, head = _frozen(scene)
     engine = _engine(scene)
-    checkpoints = Checkpoints(
-        scene.run_path / "checkpoints",
-        engine.module.config,
-        identity(scene.config, scene.rows.fingerprint),
-        scene.schedule,
-        scene.config.dflash.run.keep,
-        scene.role.is_leader,
-        scene.device,
-    )
-    if scene.resume:
-        checkpoints.clean()
-        checkpoints.restore(engine, scene.first_step)
+    checkpoints = _checkpoints(scene, engine)
     feed = _feed(scene)
-    scene.watchdog.progress("ready")
-    targets = scene.role.nodes * scene.role.replicas * scene.role.tp
-    scene.store.wait_for("target-ready", scene.role, targets, START_UP_S, scene.watchdog.tick)
-    if desk is not None:
-        desk.fill()
-    scene.ring.wait_ready(gate_tokens(scene.config), START_UP_S)
-    # No node's drafters sit in a collective while another node's still wait for their ring.
-    scene.store.arrive("filled", scene.role, scene.role.drafter_world, START_UP_S, scene.watchdog.tick)
+    _wait_for_the_reservoir(scene, desk)
     run = scene.config.dflash.run
     reporter = desk.train(scene.first_step) if desk is not None else SilentReporter()
     clerk = _clerk(scene, desk, engine.module)
@@ -82,13 +64,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         max_skipped=run.max_skipped_steps,
         moved=moved,
     )
-    try:
-        trainer.run(scene.first_step)
-    except Diverged as error:  # on all ranks in the same step
-        if desk is not None:
-            desk.diverged(error.step, str(error))
-        world_barrier()  # the first to leave ends the run, and the leader must have written why
-        raise
+    _train(scene, trainer, desk)
     feed.close()
     if clerk is not None:
         scene.watchdog.progress("waiting for evaluations")
@@ -96,6 +72,46 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     scene.watchdog.progress("exporting")
     if desk is not None:
         desk.finish(export)
+
+
+def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
+    """Where checkpoints go; when the run is resumed, ``engine`` has been loaded from the agreed one."""
+    leads = scene.role.is_leader
+    checkpoints = Checkpoints(
+        scene.run_path / "checkpoints",
+        engine.module.config,
+        identity(scene.config, scene.rows.fingerprint) if leads else {},  # who does not write it need not read weights
+        scene.schedule,
+        scene.config.dflash.run.keep,
+        leads,
+        scene.device,
+    )
+    if scene.resume:
+        checkpoints.clean()
+        checkpoints.restore(engine, scene.first_step)
+    return checkpoints
+
+
+def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
+    """Returns on all drafters of all nodes when their rings hold what training begins with."""
+    scene.watchdog.progress("ready")
+    targets = scene.role.nodes * scene.role.replicas * scene.role.tp
+    scene.store.wait_for("target-ready", scene.role, targets, START_UP_S, scene.watchdog.tick)
+    if desk is not None:
+        desk.fill()
+    scene.ring.wait_ready(gate_tokens(scene.config), START_UP_S)
+    # No node's drafters sit in a collective while another node's still wait for their ring.
+    scene.store.arrive("filled", scene.role, scene.role.drafter_world, START_UP_S, scene.watchdog.tick)
+
+
+def _train(scene: Scene, trainer: Trainer, desk: Desk | None) -> None:
+    try:
+        trainer.run(scene.first_step)
+    except Diverged as error:  # on all ranks in the same step
+        if desk is not None:
+            desk.diverged(error.step, str(error))
+        world_barrier()  # the first to leave ends the run, and the leader must have written why
+        raise
 
 
 def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> EvaluationClerk | None:

@@ -124,6 +124,10 @@ class Watchdog:
                 last_words.keep_traceback(error, self.role.name, self.run_dir, guilty=report == own)
         self._end(report)
 
+    def is_ending(self) -> bool:
+        """Whether a thread of this process is ending it: whatever is made from now on, nobody will clear away."""
+        return self._ending.locked()
+
     def finish(self) -> None:
         """This rank has passed the end barrier and watches no more; nobody leaves before all have said so."""
         self._finished.set()

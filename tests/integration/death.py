@@ -71,6 +71,20 @@ def raise_an_error() -> None:
     raise ZeroDivisionError("an error that the test planted")
 
 
+def find_a_mistake() -> None:
+    """What is the user's to mend and shows late: a file of the rows that somebody has removed, say."""
+    from recipe.errors import ConfigError
+
+    raise ConfigError("dflash.data.path", "rows", "a mistake that the test planted", "mend it")
+
+
+def work_slowly() -> None:
+    """`SLOW_S` seconds of work that says nothing, as writing to a slow disk; then all goes on."""
+    end = time.monotonic() + float(os.environ["SLOW_S"])
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
 def hang() -> None:
     time.sleep(3600)
 
@@ -125,6 +139,8 @@ MANNERS: dict[str, Callable[[], None]] = {
     "SIGSEGV": send(signal.SIGSEGV),
     "exit 0": leave_early,
     "exception": raise_an_error,
+    "mistake": find_a_mistake,
+    "slow": work_slowly,
     "hang": hang,
     "out of memory": run_out_of_memory,
     "full disk": fill_the_disk,
