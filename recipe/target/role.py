@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from recipe.evaluations import Evaluations
+from recipe.roles.watchdog import SLOW_S
 from recipe.roles.worlds import world_group
 from recipe.scene import Scene
 from recipe.target.capture import TapCapture
@@ -68,7 +69,8 @@ def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], Loop
         scene.schedule,
         ProducerPlace(role.node, role.replica, role.replicas, role.tp_rank, role.tp),
         scene.device,
-        float(scene.config.dflash.ring.timeout_s),
+        # Drafters that save give nothing back. Whether they hang, the watchdog judges, and much sooner.
+        max(float(scene.config.dflash.ring.timeout_s), SLOW_S),
         produced,
         failed,
         turns,
