@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipe.drafter.anchors import EntryKey, plan_anchors
+from recipe.drafter.anchors import EntryKey
 from recipe.drafter.attention import Visibility
 
 
@@ -101,30 +101,6 @@ class MicroBatch:
         return replace(
             self, taps=[t.to(device, dtype, non_blocking=True) for t in self.taps], last_hidden=last, **moved
         )
-
-
-def pack(
-    sequences: Sequence[Tokens],
-    taps: Sequence[Tensor],
-    last_hidden: Tensor | None,
-    *,
-    max_anchors: int,
-    seed: int,
-    slots: int | None = None,
-) -> MicroBatch:
-    """Choose the anchors of these entries and describe the packed row.
-
-    Args:
-        sequences: the entries in packed order.
-        taps: k tensors [C, H], the entries' rows one after the other, on the device to train on.
-        last_hidden: [C, H] or None.
-        max_anchors: most blocks of this micro-batch; seed: the run's.
-        slots: pad to this many blocks (static shapes on GPU); None: just the anchors found, at least one slot.
-    """
-    masks = [np.asarray(s.loss_mask, dtype=bool) for s in sequences]
-    anchors = plan_anchors(masks, [s.key for s in sequences], max_anchors, seed)
-    ids = np.concatenate([np.asarray(s.input_ids, dtype=np.int64) for s in sequences])
-    return assemble(ids, np.concatenate(masks), [len(m) for m in masks], anchors, taps, last_hidden, slots)
 
 
 def assemble(

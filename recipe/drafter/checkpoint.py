@@ -25,7 +25,7 @@ from recipe.data.schedule import Schedule
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.integrity import FORMAT, STATE, damage, folder_name, seal, sum_of_file
 from recipe.errors import ConfigError, RunError
-from recipe.roles.engine import load_engine, save_engine
+from recipe.roles.optimizer_state import load_state, save_state
 from recipe.roles.worlds import gather_over_world, sum_over_world, world_barrier, world_place
 from recipe.telemetry.run_dir import write_atomic, write_json
 
@@ -100,7 +100,7 @@ class Checkpoints:
         files = [folder / name for name in sorted(state["files"]) if name.startswith("optimizer_")]
         shift = self.schedule.rate_step(step) - int(state["rate_step"])
         try:
-            load_engine(engine, files, state["engine"], shift)
+            load_state(engine, files, state["engine"], shift)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{folder} cannot be read: {error}") from error
 
@@ -119,7 +119,7 @@ class Checkpoints:
         """This rank's files; ``sums`` gets name and sum of each."""
         rank, world = world_place()
         shard = staging / shard_name(rank, world)
-        facts = save_engine(engine, shard)
+        facts = save_state(engine, shard)
         _sync(shard)
         if self.leader:
             try:

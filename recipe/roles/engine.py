@@ -1,17 +1,17 @@
-"""The drafter's DeepSpeed engine: made, saved and loaded here, so that no other module has to know DeepSpeed."""
+"""The drafter's DeepSpeed engine: made and asked here, so that no module above has to know DeepSpeed.
+
+Saving and loading it: `optimizer_state.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from recipe.roles.optimizer_state import load_state, save_state
 
 
 def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
@@ -91,16 +91,6 @@ class MasterSample:
 def learning_rate(engine: Any) -> float:
     """Of the step that comes next."""
     return float(engine.get_lr()[0])
-
-
-def save_engine(engine: Any, file: Path) -> dict[str, Any]:
-    """Write this rank's part of masters and moments to ``file``; returns what all ranks share. Raises OSError."""
-    return save_state(engine, file)
-
-
-def load_engine(engine: Any, files: Sequence[Path], facts: dict[str, Any], lr_shift: int = 0) -> None:
-    """Restore what `save_engine` of any number of ranks wrote. Every rank must call it."""
-    load_state(engine, files, facts, lr_shift)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Samples of the GPUs that this process was given, through NVML; and host memory from /proc."""
+"""Samples of the GPUs that this process was given, through NVML."""
 
 from __future__ import annotations
 
@@ -172,28 +172,6 @@ class GpuSampler:
                 return
             if self._stop.wait(self._interval):
                 return
-
-
-def host_memory() -> dict[str, int]:
-    """Bytes: ``total`` and ``available`` of the host, ``limit`` of this cgroup (if any), ``rss`` of this process."""
-    result: dict[str, int] = {}
-    for line in _lines("/proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            result[name.removeprefix("Mem").lower()] = int(rest.split()[0]) * 1024
-    limit = "".join(_lines("/sys/fs/cgroup/memory.max") or _lines("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    if limit.isdecimal() and int(limit) < 2**60:  # version 1 of cgroups says "no limit" by a huge number
-        result["limit"] = int(limit)
-    if fields := " ".join(_lines("/proc/self/statm")).split():
-        result["rss"] = int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-    return result
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _call(nvml: Any, function: str, *arguments: Any) -> Any:

@@ -1,11 +1,10 @@
-"""The line of log that people read, its inverse, and the file it goes to."""
+"""The line of log that people read, and the file it goes to."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -15,8 +14,6 @@ from recipe.telemetry.provenance import redact_text
 
 GIB = 2**30
 _SHOWN = {"step", "steps", "loss", "tau_est", "acc@1", "lr", "gnorm", "ms", "wait_ms", "tokens_per_s", "ring", "mem"}
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z_][\w@/]*)=(\S+)")
-_SCALE = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def format_line(record: Mapping[str, Any], extra: tuple[str, ...] = ("skipped",)) -> str:
@@ -42,30 +39,6 @@ def format_line(record: Mapping[str, Any], extra: tuple[str, ...] = ("skipped",)
     return " ".join(parts)
 
 
-def parse_line(line: str) -> dict[str, Any] | None:
-    """The inverse of `format_line` up to rounding, or None if ``line`` is no log line. Text before it is ignored.
-
-    Keys as in metrics.jsonl: ``tok/s`` becomes ``tokens_per_s`` (a float), ``ring`` a pair, ``mem`` bytes.
-    """
-    fields = dict(_FIELD.findall(line))
-    if not {"step", "loss", "tok/s"} <= fields.keys() or "/" not in fields["step"]:
-        return None
-    try:
-        step, steps = fields.pop("step").split("/")
-        record: dict[str, Any] = {"step": int(step), "steps": int(steps)}
-        record["tokens_per_s"] = _parse_rate(fields.pop("tok/s"))
-        ring, mem = fields.pop("ring", "n/a"), fields.pop("mem", "n/a")
-        record["ring"] = None if ring == "n/a" else [int(part) for part in ring.split("/")]
-        record["mem"] = None if mem == "n/a" else float(mem.removesuffix("GiB")) * GIB
-        for key, text in fields.items():
-            record[key] = (
-                None if text == "n/a" else int(text) if text.isdecimal() and key not in _SHOWN else float(text)
-            )
-    except ValueError:
-        return None
-    return record
-
-
 def rate(value: float | None) -> str:
     """``61234`` → ``61.2k``; below 1000 without a fraction."""
     if value is None or not math.isfinite(value):
@@ -75,12 +48,6 @@ def rate(value: float | None) -> str:
         if value >= scale * (1 if scale == 1e3 else 0.99995):
             return f"{value / scale:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def _parse_rate(text: str) -> float | None:
-    if text == "n/a":
-        return None
-    return float(text[:-1]) * _SCALE[text[-1]] if text[-1] in _SCALE else float(text)
 
 
 def _fixed(value: float | None, digits: int) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from recipe.config.schema import Noise
 from recipe.drafter.anchors import EntryKey, candidates, plan_anchors, shares
-from recipe.drafter.batch import Tokens, blank, pack
+from recipe.drafter.batch import assemble, blank
 from recipe.drafter.noise import add_noise, noise_scale
 from recipe.drafter.variant import DFLASH
 
@@ -60,10 +60,10 @@ def test_seed_epoch_row_and_reuse_give_fresh_anchors(other: tuple[EntryKey, int]
     assert not np.array_equal(first, plan_anchors(masks(400), [other[0]], 20, seed=other[1])[0])
 
 
-def test_pack_bounds_blocks_by_the_document() -> None:
+def test_a_packed_row_bounds_blocks_by_the_document() -> None:
     """Slots past the end of a document carry no weight, though the packed row goes on."""
-    entries = [Tokens(EntryKey(0, i), np.arange(n) + 100 * i, np.ones(n)) for i, n in enumerate((6, 9))]
-    batch = pack(entries, [torch.zeros(15, 4)], None, max_anchors=50, seed=0, slots=20)
+    anchors = plan_anchors([np.ones(6, bool), np.ones(9, bool)], [EntryKey(0, 0), EntryKey(0, 1)], 50, seed=0)
+    batch = assemble(np.arange(15), np.ones(15, bool), [6, 9], anchors, [torch.zeros(15, 4)], None, 20)
     assert batch.host.keep.sum() == 5 + 8 and len(batch.anchors) == 20
     targets = DFLASH.targets(batch.host, 4)
     for anchor, stop, keep, row, weight in zip(

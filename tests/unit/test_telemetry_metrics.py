@@ -9,10 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from recipe.telemetry.logline import TrainLog, format_line, parse_line, rate
+from recipe.telemetry.logline import TrainLog, format_line, rate
 from recipe.telemetry.metrics import Metrics, read_metrics
 from recipe.telemetry.profile import Profile, verdict
 from recipe.telemetry.run_dir import RunDir
@@ -38,37 +36,15 @@ def test_the_line_is_the_one_of_the_design() -> None:
     assert format_line({**RECORD, "skipped": 2}) == EXAMPLE + " skipped=2"
 
 
-def test_parsing_gives_the_numbers_back() -> None:
-    parsed = parse_line("drafter0: " + EXAMPLE + " skipped=2")
-    assert parsed == {
-        "step": 420, "steps": 10000, "loss": 1.8342, "tau_est": 2.91, "acc@1": 0.712, "lr": 5.8e-4, "gnorm": 0.83,
-        "ms": 412.0, "wait_ms": 9.0, "tokens_per_s": 61200.0, "ring": [12, 90], "mem": 41.2 * 2**30, "skipped": 2,
-    }  # fmt: skip
-    for other in ("", "loss=1", "step=4 loss=2 tok/s=3", "step=a/b loss=2 tok/s=3", "profile bottleneck=target"):
-        assert parse_line(other) is None
-
-
-@given(
-    st.one_of(st.none(), st.floats()),
-    st.floats(min_value=0, max_value=1e11),
-    st.integers(0, 10**6),
-    st.one_of(st.none(), st.tuples(st.integers(0, 99), st.integers(1, 99))),
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(None, "n/a"), (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (0, "0.0000"), (1e5, "100000.0000")],
 )
-def test_every_line_parses_and_keeps_its_value(
-    loss: float | None, speed: float, step: int, ring: tuple[int, int] | None
-) -> None:
-    record = {"step": step, "steps": 10**6, "loss": loss, "tokens_per_s": speed, "ring": ring}
-    parsed = parse_line(format_line(record))
-    assert parsed is not None and parsed["step"] == step and parsed["ring"] == (list(ring) if ring else None)
-    if loss is None:
-        assert parsed["loss"] is None
-    elif math.isnan(loss):
-        assert math.isnan(parsed["loss"])
-    elif math.isinf(loss):
-        assert parsed["loss"] == loss
-    else:
-        assert abs(parsed["loss"] - loss) <= max(5.1e-5, abs(loss) * 1e-12)
-    assert parsed["tokens_per_s"] == pytest.approx(speed, rel=0.051, abs=0.51)
+def test_a_line_shows_what_is_not_known_and_what_is_no_number(loss: float | None, text: str) -> None:
+    line = format_line({"step": 7, "steps": 10**6, "loss": loss})
+    known = {"step": "7/1000000", "loss": text}
+    assert dict(part.split("=") for part in line.split()) == dict.fromkeys(
+        ("tau_est", "acc@1", "lr", "gnorm", "ms", "wait_ms", "tok/s", "ring", "mem"), "n/a") | known  # fmt: skip
 
 
 @pytest.mark.parametrize(
