@@ -40,7 +40,6 @@ from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, is_run
-from recipe.telemetry.status_fields import read_fields
 from recipe.telemetry.status_writer import mark_dead
 
 LEAVE_S = 60.0
@@ -148,8 +147,8 @@ class Launch:
 
     @staticmethod
     def _has_trained(run_dir: RunDir) -> bool:
-        """Whether there is something to lose: a checkpoint, or a step, of which log and status are the record."""
-        return bool(steps_of(run_dir.checkpoints)) or "step" in read_fields(run_dir.status_json)
+        """Whether there may be something to lose: metrics.jsonl is made when the first step begins."""
+        return bool(steps_of(run_dir.checkpoints)) or run_dir.metrics_jsonl.exists()
 
     def _decide(self) -> dict[str, Any]:
         resolved = resolve(for_dry_run(self.config) if self.args.dry_run else self.config)
