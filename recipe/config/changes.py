@@ -17,7 +17,11 @@ UNSAID = (
     "dflash.ring.max_bytes", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
     "comms_logger", "tensorboard", "csv_monitor", "flops_profiler", "gradient_accumulation_steps", "train_batch_size",
 )  # fmt: skip
-WITHOUT_EFFECT = {"dflash.drafter.init_from": ", which changes nothing: the weights are the checkpoint's"}
+WITHOUT_EFFECT = {
+    "dflash.drafter.init_from": ", which changes nothing: the weights are the checkpoint's",
+    "dflash.target.path": ", where the same model lies",
+    "dflash.target.revision": ", which is the same model",
+}
 
 
 def changes(before: Path, now: RunConfig) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,7 +58,7 @@ def choose(folder: Path, names: Collection[str] | None = None) -> tuple[int, lis
     for step in [*first, *(step for step in reversed(steps) if step not in first)]:
         problem = damage(folder / folder_name(step), names)
         if problem is None:
-            return step, [f"{note}; resumed from step {step} instead" for note in notes]
+            return step, notes
         notes.append(problem)
     rule = "; ".join(notes) if steps else "there is no complete checkpoint to resume"
     raise ConfigError("--resume", str(folder), rule, "start without --resume")
@@ -175,7 +176,7 @@ class Checkpoints:
 
 
 def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterConfig, dict[str, torch.Tensor], int]:
-    """Configuration and weights of a checkpoint of a run, by default of the one that a resume takes.
+    """Configuration and weights of a checkpoint of a run, by default of the newest whole one; says what is damaged.
 
     Raises ConfigError: there is none, or it is damaged.
     """
@@ -185,17 +186,16 @@ def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterC
         rule = f"the run has no checkpoint{'' if step is None else f' of step {step}'} (it has {steps or 'none'})"
         raise ConfigError("RUN" if step is None else "--step", str(run_dir) if step is None else step, rule,
                           "train it further, or choose one of those steps")  # fmt: skip
-    step = choose(folder, (WEIGHTS, CONFIG))[0] if step is None else step
+    if step is None:
+        step, notes = choose(folder, (WEIGHTS, CONFIG))
+        for note in notes:
+            print(f"warning: {note}; step {step} is taken instead", file=sys.stderr, flush=True)
     path = folder / folder_name(step)
     problem = damage(path, (WEIGHTS, CONFIG))
     if problem is not None:
         raise ConfigError("--step", step, problem, f"choose another step (the run has {steps})")
     config = DrafterConfig.from_dict(json.loads((path / CONFIG).read_text()))
-    try:
-        return config, load_file(path / WEIGHTS), step
-    except SafetensorError as error:  # it was whole a moment ago
-        rule = f"{path / WEIGHTS} cannot be read ({error})"
-        raise ConfigError("--step", step, rule, f"choose another step (the run has {steps})") from error
+    return config, load_file(path / WEIGHTS), step
 
 
 def saved_state(folder: Path, step: int) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def plan_resume(config: RunConfig, rows: Rows, nodes: int) -> Resume:
     """
     run = config.dflash.run
     folder = Path(run.output_dir) / run.name / "checkpoints"
-    step, notes = choose(folder)
+    step, damaged = choose(folder)
+    notes = [f"{note}; resumed from step {step} instead" for note in damaged]
     state = saved_state(folder, step)
     for error in mismatch(state["identity"], identity(config, rows.fingerprint)):
         raise error

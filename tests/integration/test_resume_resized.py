@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from recipe.config import load_config
 from recipe.config.derive import resolve
 from recipe.data.rows import Rows
+from recipe.drafter.checkpoint import load_weights
 from recipe.drafter.resume import plan_resume
 from recipe.errors import ConfigError
 from tests.integration.launches import ForkServer
@@ -41,8 +43,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Place:
 def test_two_ranks_become_one_and_nothing_changes(place: Place) -> None:
     """Twice the accumulation: the same global batches, so the same weights but for the order of additions."""
     place.copy("whole", "one", HALF)
-    launch = place.resume("one", "dflash.layout.drafter_gpus=[1]", "gradient_accumulation_steps=4")
+    elsewhere = Path(shutil.copytree(place.folder / "target", place.folder / "target-moved"))
+    launch = place.resume(
+        "one", f"dflash.target.path={elsewhere}", "dflash.layout.drafter_gpus=[1]", "gradient_accumulation_steps=4"
+    )
     assert "resumed with 1 drafter rank(s) on 1 node(s) instead of 2 on 1" in launch.output
+    assert f'dflash.target.path = "{elsewhere}" instead of' in launch.output and "the same model lies" in launch.output
     moved = distance(place.weights("whole", HALF), place.weights("whole", STEPS))
     assert moved > 0.005 and distance(place.weights("one", STEPS), place.weights("whole", STEPS)) < 1e-6
     rest, everything = place.trained("one"), place.trained("whole")
@@ -72,6 +78,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_remains_of_saves_go(place: Plac
     assert distance(place.weights("damaged", STEPS), place.weights("whole", STEPS)) == 0.0
     assert not (run / "checkpoints/.step_00000099.tmp").exists()
     assert (run / "checkpoints/latest").read_text() == f"step_{STEPS:08d}\n"
+
+
+def test_an_export_passes_over_damaged_weights_and_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place.copy("whole", "flipped", STEPS)
+    for name in ("step_00000010/weights", "step_00000008/optimizer_00001-of-00002"):
+        path = run / "checkpoints" / f"{name}.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    _, weights, step = load_weights(run)
+    assert step == 8 and distance(weights, place.weights("whole", 8)) == 0.0  # which needs no optimizer state
+    said = capsys.readouterr().err
+    assert "step_00000010/weights.safetensors has other bytes than were written; step 8 is taken instead" in said
+    with pytest.raises(ConfigError, match="other bytes than were written"):
+        load_weights(run, STEPS)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def test_an_unchanged_run_has_nothing_to_say(before: Path) -> None:
         ("dflash.target.dtype=float32", 'resumed with dflash.target.dtype = "float32" instead of "bfloat16"'),
         ("bf16.enabled=true", "resumed with bf16.enabled = true instead of false"),
         (
+            "dflash.target.revision=abc",
+            'resumed with dflash.target.revision = "abc" instead of null, which is the same model',
+        ),
+        (
             "dflash.drafter.init_from=x",
             'resumed with dflash.drafter.init_from = "x" instead of null, which changes '
             "nothing: the weights are the checkpoint's",
