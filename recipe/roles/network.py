@@ -21,6 +21,7 @@ from recipe.telemetry.provenance import redact_argv
 
 INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SAY_S = 10.0  # between two lines that say what is waited for
+TOLD_S = 2.0  # several looks of the node's watch, which can name who is to blame
 _LISTENS = "0A"
 
 
@@ -61,10 +62,11 @@ def _cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
 def await_listener(host: str, port: int, who: str, limit_s: float) -> None:
     """Wait until somebody listens at ``host``:``port``: rank 0 may still be importing, or may have died before that.
 
-    A pending SIGTERM or SIGINT (which the watch may not have yet), a launcher that has gone and an ssh session
-    that was cut end the wait. Raises RunError.
+    A pending SIGTERM or SIGINT, a launcher that has gone and an ssh session that was cut end the wait; the node's watch
+    gets TOLD_S to find out and say why. Raises RunError.
     """
     started, said, parent = time.monotonic(), 0.0, os.getppid()
+    told_at: float | None = None
     while True:
         try:
             socket.create_connection((host, port), timeout=2.0).close()
@@ -73,6 +75,8 @@ def await_listener(host: str, port: int, who: str, limit_s: float) -> None:
             cause = error.strerror or str(error)
         waited = time.monotonic() - started
         if signal.sigpending() & {signal.SIGTERM, signal.SIGINT} or os.getppid() != parent or _output_is_gone():
+            told_at = waited if told_at is None else told_at
+        if told_at is not None and waited - told_at > TOLD_S:
             raise RunError(f"{who}: told to end while it waited for rank 0 at {host}:{port}")
         if waited > limit_s:
             raise RunError(f"{who}: rank 0 at {host}:{port} cannot be reached after {waited:.0f} s ({cause})")

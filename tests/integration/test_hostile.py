@@ -195,7 +195,7 @@ def test_a_second_launch_cannot_take_a_rank_in_the_first_ones_store(monkeypatch:
 
 
 def test_a_rank_that_waits_for_rank_0_obeys_sigterm_at_once() -> None:
-    """SIGTERM is blocked in every rank and nobody watches yet; a launcher would otherwise need 30 s to end it."""
+    """SIGTERM is blocked in every rank, and here nobody watches; a launcher would otherwise need 30 s to end it."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
         port, blocked = closed.getsockname()[1], os.pipe()
