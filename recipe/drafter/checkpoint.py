@@ -10,7 +10,6 @@ checkpoints/latest    the name of the one to resume from; when that is damaged, 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from recipe.data.schedule import Schedule
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.integrity import FORMAT, STATE, damage, folder_name, seal, sum_of_file
+from recipe.drafter.to_disk import sync_file
 from recipe.errors import ConfigError, RunError
 from recipe.roles.optimizer_state import load_state, save_state
 from recipe.roles.worlds import gather_over_world, sum_over_world, world_barrier, world_place
@@ -76,9 +76,11 @@ class Checkpoints:
         keep: int,
         leader: bool,
         device: torch.device,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
+        """``tick``: called whenever a piece of a file has reached the disk, for the watchdog."""
         self.folder, self.config, self.identity, self.schedule = folder, config, dict(identity), schedule
-        self.keep, self.leader, self.device = keep, leader, device
+        self.keep, self.leader, self.device, self.tick = keep, leader, device, tick
 
     def save(self, engine: Any, step: int) -> Path:
         """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint.
@@ -121,13 +123,13 @@ class Checkpoints:
         rank, world = world_place()
         shard = staging / shard_name(rank, world)
         facts = save_state(engine, shard)
-        _sync(shard)
+        sync_file(shard, self.tick)
         if self.leader:
             try:
                 save_file(_weights(engine.module), staging / WEIGHTS)
             except SafetensorError as error:
                 raise OSError(str(error)) from error
-            _sync(staging / WEIGHTS)
+            sync_file(staging / WEIGHTS, self.tick)
             write_json(staging / CONFIG, self.config.to_dict())
         ours = [shard.name, WEIGHTS, CONFIG] if self.leader else [shard.name]
         sums += [(name, sum_of_file(staging / name)) for name in ours]
@@ -207,15 +209,6 @@ def saved_state(folder: Path, step: int) -> dict[str, Any]:
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
-
-
-def _sync(path: Path) -> None:
-    """On the disk before the rename: a power cut must not leave a complete name with empty files."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Sequence[ConfigError]:

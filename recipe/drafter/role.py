@@ -85,6 +85,7 @@ def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
         scene.config.dflash.run.keep,
         leads,
         scene.device,
+        scene.watchdog.tick,
     )
     if scene.resume:
         checkpoints.clean()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import os
 import random
 import shutil
 import struct
@@ -13,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe.drafter import integrity
+from recipe.drafter import integrity, to_disk
 from recipe.drafter.integrity import FORMAT, damage, folder_name, seal, sum_of_file
 from recipe.fingerprint import fingerprint
 
@@ -94,6 +97,25 @@ def test_the_seal_is_of_what_json_keeps(tmp_path: Path) -> None:
     state = {"format": FORMAT, "step": 1, "files": {}, "engine": {9: 0.1, 10: float("inf"), 100: None}}
     (folder / "state.json").write_text(json.dumps(seal(state), indent=2))
     assert damage(folder) is None
+
+
+def test_a_large_file_reaches_the_disk_in_pieces_that_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told as they come; where pieces are not supported the whole is synced, and an error is one."""
+    path, ticks, synced = tmp_path / "file", [], []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(len(ticks)))
+    path.write_bytes(bytes(300))
+    monkeypatch.setattr(to_disk, "PIECE", 128)
+    to_disk.sync_file(path, lambda: ticks.append(1))
+    assert len(ticks) == 3 and synced == [3]
+    for number, fails in ((errno.EINVAL, False), (errno.EIO, True)):
+        monkeypatch.setattr(to_disk, "_sync_range", lambda *_, number=number: (ctypes.set_errno(number), -1)[1])
+        if fails:
+            with pytest.raises(OSError, match="file") as error:
+                to_disk.sync_file(path, lambda: ticks.append(1))
+            assert error.value.errno == number
+        else:
+            to_disk.sync_file(path, lambda: ticks.append(1))
+    assert len(ticks) == 3 and synced == [3, 3]
 
 
 # -- the target -------------------------------------------------------------------------------------------------------
