@@ -156,7 +156,7 @@ class NodeWatch:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._finished.wait(LOOK_S):
+        while not self._finished.is_set():
             # With a time-out Python's sigtimedwait invents a signal when the process is stopped and continued in it.
             caught = signal.sigtimedwait(self._signals, 0)
             now = time.monotonic()
@@ -171,6 +171,7 @@ class NodeWatch:
                 found = self.look(now) or self._look(now) or self._explain(caught)
             if found is not None and not self._finished.is_set():
                 self.end(found)
+            self._finished.wait(LOOK_S)
 
     def _look(self, now: float) -> Report | None:
         if not self.siblings:
