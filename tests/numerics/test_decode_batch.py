@@ -66,6 +66,8 @@ def test_the_measurement_is_the_same_in_batches(target: torch.nn.Module, monkeyp
     listed = [Prompt(ids, "", "ab"[n % 2]) for n, ids in enumerate(prompts(5, seed=8))]
     decoder = decoder_of(target, "random")
     one, many = (measure(decoder, listed, LENGTH, batch_size=size).to_dict() for size in (1, 3))
+    for domain in (*one["domains"].values(), *many["domains"].values()):
+        del domain["speedup"]
     clocks = {"seconds", "speedup", "tokens_per_s", "plain_tokens_per_s"}
     assert {k: v for k, v in one.items() if k not in clocks} == {k: v for k, v in many.items() if k not in clocks}
     assert one["identical"] and one["tau"] > 1 - 1e-9

@@ -19,6 +19,7 @@ from recipe.decode.plain import plain_generate
 from recipe.decode.prompts import Prompt, encode_prompts
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import SpeculativeDecoder
+from recipe.drafter.integrity import FORMAT, seal, sum_of_file
 from recipe.errors import ConfigError
 from recipe.export import export_hf
 from tests.numerics.decode_models import BLOCK, Oracle, drafter_parts, plain, prompts, tiny_target
@@ -145,8 +146,9 @@ def checkpoint_of(run: Path, target: Path, damage: str | None = None) -> Path:
         _cut(checkpoint / "weights.safetensors")
     elif damage == "gone":
         (checkpoint / "weights.safetensors").unlink()
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    (checkpoint / "state.json").write_text(json.dumps({"step": 7, "identity": {}, "files": files}))
+    files = {path.name: [path.stat().st_size, sum_of_file(path)] for path in checkpoint.iterdir()}
+    state = {"format": FORMAT, "step": 7, "identity": {}, "files": files}
+    (checkpoint / "state.json").write_text(json.dumps(seal(state)))
     (run / "config.json").write_text(json.dumps({"dflash": {"target": {"path": str(target)}}}))
     return run
 
