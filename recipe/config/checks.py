@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe.config.deepspeed_keys import RunConfig
+from recipe.config.deepspeed_keys import Muon, RunConfig
 from recipe.config.feasibility import DTYPE_BYTES, check_data, check_machine, check_run_folder
 from recipe.config.load import ConfigErrors
 from recipe.config.paths import heldout_prompts
@@ -114,12 +114,29 @@ def _steps(config: RunConfig, nodes: int) -> Iterator[ConfigError]:
             fix += f", or set gradient_accumulation_steps to {given // (nodes * drafters)}"
         yield ConfigError("train_batch_size", given, rule, fix)
     highest = getattr(config.scheduler.params, "warmup_max_lr", None) if config.scheduler else None
-    if highest is not None and highest != config.optimizer.params.lr:
-        rule = f"differs from optimizer.params.lr = {config.optimizer.params.lr}; one value has one owner"
+    if highest is not None and any(highest != rate for rate in config.optimizer.highest_rates):
+        rates = " and ".join(map(str, config.optimizer.highest_rates))
+        rule = f"differs from what optimizer.params sets ({rates}); one value has one owner"
         yield ConfigError("scheduler.params.warmup_max_lr", highest, rule, "remove it")
+    yield from _muon(config)
     if not config.optimizer.params.torch_adam and config.dflash.layout.device == "cpu":
         rule = "DeepSpeed's own Adam is compiled on first use and has no place on a CPU"
         yield ConfigError("optimizer.params.torch_adam", False, rule, "set it to true, or remove it")
+
+
+def _muon(config: RunConfig) -> Iterator[ConfigError]:
+    """DeepSpeed clips after the orthogonalisation, and its Muon is made for gradients that ZeRO 2 partitions."""
+    if not isinstance(config.optimizer, Muon):
+        return
+    if config.gradient_clipping:
+        rule = (
+            "with Muon DeepSpeed clips the orthogonalised updates, whose norm is always large: "
+            "the learning rate would shrink a hundredfold, silently"
+        )
+        yield ConfigError("gradient_clipping", config.gradient_clipping, rule, "set it to 0: Muon's step has a fixed size")
+    if config.zero_optimization.stage != 2:
+        rule = "Muon is tried and tested with ZeRO 2"
+        yield ConfigError("zero_optimization.stage", config.zero_optimization.stage, rule, "set it to 2")
 
 
 def _taps(config: RunConfig, shape: TargetShape) -> Iterator[ConfigError]:

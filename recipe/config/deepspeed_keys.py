@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from recipe.config.schema import Amount, DFlash, Fraction, Positive, Section
 
@@ -92,11 +92,54 @@ class AdamParams(Section):
     adam_w_mode: bool | None = Field(None, description="null: true for AdamW, false for Adam")
 
 
-class Optimizer(Section):
+class MuonParams(Section):
+    """Parameters of Muon: orthogonalised momentum for the matrices, AdamW for the norms.
+
+    Both rates are highest rates of the schedule. DeepSpeed's ``lr``, which sets both, is not a key here.
+    """
+
+    muon_lr: PositiveFloat = Field(0.02, description="of the matrices: an update's spectral norm is about this")
+    adam_lr: PositiveFloat = Field(6e-4, description="of the norm weights and biases")
+    momentum: Beta = Field(0.95, description="of the matrices (Nesterov)")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled, of both")
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field([0.9, 0.95], description="AdamW's betas")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
+    ns_method: Literal["gram", "standard"] = Field("gram", description="Newton-Schulz on the Gram matrix or the matrix")
+    torch_adam: bool = Field(True, description="torch's AdamW; false: DeepSpeed's fused one, compiled on first use")
+
+
+class Adam(Section):
     """The drafter's optimizer."""
 
-    type: Literal["AdamW", "Adam"] = Field("AdamW", description="AdamW or Adam")
+    type: Literal["AdamW", "Adam"] = Field("AdamW", description="AdamW, Adam or Muon")
     params: AdamParams = AdamParams()
+
+    @property
+    def highest_rates(self) -> list[float]:
+        """Of each parameter group, in DeepSpeed's order."""
+        return [self.params.lr]
+
+
+class Muon(Section):
+    """The drafter's optimizer: Muon on its matrices."""
+
+    type: Literal["Muon"]
+    params: MuonParams = MuonParams()
+
+    @property
+    def highest_rates(self) -> list[float]:
+        """Of each parameter group, in DeepSpeed's order: matrices, then the rest."""
+        return [self.params.muon_lr, self.params.adam_lr]
+
+
+def _kind(given: Any) -> str:
+    """The tag of an ``optimizer`` section; AdamW is the default, and what is unknown is refused by that branch."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "Muon" if kind == "Muon" else "Adam"
+
+
+Optimizer = Annotated[Annotated[Adam, Tag("Adam")] | Annotated[Muon, Tag("Muon")], Discriminator(_kind)]
+OPTIMIZERS = ("AdamW", "Adam", "Muon")
 
 
 Steps = Positive | Literal["auto"]
@@ -104,7 +147,7 @@ WarmupType = Literal["log", "linear"]
 
 
 class WarmupCosineParams(Section):
-    """Learning rate as a share of ``optimizer.params.lr``."""
+    """Learning rate as a share of the optimizer's."""
 
     total_num_steps: Steps = Field("auto", description="auto: all steps of the run")
     warmup_num_steps: Steps = Field("auto", description="auto: dflash.run.warmup_ratio of all steps")
@@ -114,11 +157,11 @@ class WarmupCosineParams(Section):
 
 
 class WarmupParams(Section):
-    """Absolute learning rates. The highest one is ``optimizer.params.lr`` and is not given twice."""
+    """Absolute learning rates. The highest is the optimizer's and is not given twice."""
 
     warmup_num_steps: Steps = Field("auto", description="auto: dflash.run.warmup_ratio of all steps")
     warmup_min_lr: NonNegativeFloat = Field(0.0, description="rate at the start")
-    warmup_max_lr: PositiveFloat | None = Field(None, description="null: optimizer.params.lr; must equal it if given")
+    warmup_max_lr: PositiveFloat | None = Field(None, description="null: the optimizer's rate; must equal it if given")
     warmup_type: WarmupType = Field("log", description="shape of the rise")
 
 
@@ -195,7 +238,7 @@ class RunConfig(Section):
     fp16: FP16 = FP16()
     data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = Adam()
     scheduler: Scheduler | None = Field(None, description="null: constant learning rate")
     communication_data_type: Literal["fp32", "bf16"] | None = Field(None, description="null: the gradients' dtype")
     prescale_gradients: bool = Field(False, description="divide before the reduction")
@@ -235,7 +278,7 @@ class RunConfig(Section):
             if schedule["warmup_num_steps"] == "auto":
                 schedule["warmup_num_steps"] = max(1, warmup_steps)
             if self.scheduler.type != "WarmupCosineLR":
-                schedule["warmup_max_lr"] = self.optimizer.params.lr
+                schedule["warmup_max_lr"] = self.optimizer.highest_rates
         return ours
 
     def warmup_steps(self, total_steps: int) -> int:

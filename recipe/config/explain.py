@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from recipe.config.deepspeed_keys import SCHEDULERS
-from recipe.config.keys import missing_key_error
+from recipe.config.deepspeed_keys import OPTIMIZERS, SCHEDULERS
+from recipe.config.keys import is_known, missing_key_error
 from recipe.errors import ConfigError, nearest
 
 #: Reasons that a bare range or type would not tell.
@@ -62,16 +62,28 @@ def _path(loc: tuple[int | str, ...], raw: Any) -> str:
 def _one(path: str, detail: ErrorDetails) -> ConfigError:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return missing_key_error(path, value)
+        return _other_type(path, value, detail["loc"]) if is_known(path) else missing_key_error(path, value)
     if kind.startswith("union_tag"):
         given = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict):
             return ConfigError(path, value, "must be an object or null", 'give {"type": "WarmupCosineLR"}')
         return ConfigError(f"{path}.type", given, f"must be one of {', '.join(SCHEDULERS)}", _choose(given, SCHEDULERS))
+    if path == "optimizer.type":
+        return ConfigError(path, value, f"must be one of {', '.join(OPTIMIZERS)}", _choose(value, OPTIMIZERS))
     if kind == "missing":
         return ConfigError(path, None, "must be given", f"add {path}")
     rule = REASONS.get(path) or _rule(kind, context, detail["msg"])
     return ConfigError(path, value, rule, FIXES.get(path) or _fix(path, kind, value, context))
+
+
+def _other_type(path: str, value: object, loc: tuple[int | str, ...]) -> ConfigError:
+    """For a key that exists in a section of another ``type``; pydantic's location names the type."""
+    section, kind = path.partition(".")[0], loc[1]
+    if (section, kind) == ("optimizer", "Muon"):
+        fix = "give muon_lr (matrices) and adam_lr (norms)" if path.endswith(".lr") else "remove it"
+    else:
+        fix = f"remove it, or choose another {section}.type"
+    return ConfigError(path, value, f"belongs to another {section}.type", fix)
 
 
 def _rule(kind: str, context: dict[str, Any], message: str) -> str:

@@ -215,10 +215,11 @@ def mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Sequence[Co
     """Every key in which a checkpoint belongs to another drafter, target or data, as an error naming both values."""
     # What is known by its bytes has a sum for a value, which nobody can set.
     fixes = {False: "use that value, or start a new run", True: "use what the run began with, or start a new run"}
+    were = {"optimizer.type": "AdamW", **saved}  # not written before there was Muon
     return [
         ConfigError(
-            key, value, f"the checkpoint to resume was made with {saved.get(key)!r}", fixes[key.startswith("the ")]
+            key, value, f"the checkpoint to resume was made with {were.get(key)!r}", fixes[key.startswith("the ")]
         )
         for key, value in wanted.items()
-        if saved.get(key) != value
+        if were.get(key) != value
     ]

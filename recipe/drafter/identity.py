@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipe.config import RunConfig
+from recipe.config.deepspeed_keys import Muon
 from recipe.fingerprint import fingerprint
 from recipe.shapes import model_folder
 
@@ -13,7 +14,7 @@ def identity(config: RunConfig, rows: str) -> dict[str, Any]:
     """Key -> value, JSON-ready. ``rows``: the fingerprint of the training rows. The target is known by its bytes.
 
     Not part of it, because it may change: where the target lies, number and place of target and drafter ranks, nodes,
-    accumulation, ZeRO stage, optimizer and schedule settings, objective, epochs.
+    accumulation, ZeRO stage, optimizer and schedule settings, objective, epochs. AdamW and Adam keep the same moments.
     """
     ours = config.dflash
     drafter = ours.drafter
@@ -31,6 +32,7 @@ def identity(config: RunConfig, rows: str) -> dict[str, Any]:
         "the rows in dflash.data.path": rows,
         "dflash.data.token_budget": ours.data.token_budget,
         "dflash.data.max_batch_size": ours.data.max_batch_size,
+        "optimizer.type": "Muon" if isinstance(config.optimizer, Muon) else "AdamW",
         "dflash.run.seed": ours.run.seed,
         "dflash.ring.reuse": ours.ring.reuse,
         "dflash.ring.min_ready": ours.ring.min_ready,

@@ -19,6 +19,9 @@ def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
     import deepspeed
 
     device = next(module.parameters()).device
+    if device.type == "cpu":
+        # DeepSpeed compiles Muon's kernels at their first use, which needs a C++ compiler; a CPU run is for trying.
+        torch.compiler.set_stance("force_eager")
     # Otherwise DeepSpeed takes GPU LOCAL_RANK, which is not this rank's when ranks share GPUs.
     args = SimpleNamespace(device_rank=device.index) if device.type == "cuda" else None
     engine, _, _, _ = deepspeed.initialize(

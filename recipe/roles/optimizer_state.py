@@ -2,7 +2,8 @@
 
 Every rank writes its own part: for each parameter the slice that it owns, as fp32 master weights and as each of the
 optimizer's moments, named ``KIND/PARAMETER@START`` (``exp_avg/layers.0.mlp.up_proj.weight@4096``: elements from 4096 on
-of the flattened parameter). A reader takes the slices that it needs from whichever files hold them, so another number
+of the flattened parameter). Muon's momentum, which each rank keeps of every matrix that it has a part of, is written by
+its parts as well. A reader takes the slices that it needs from whichever files hold them, so another number
 of ranks, ZeRO stage 1 or 2, or another order of the parameters makes no difference, and no bit changes. safetensors
 only: nothing that is read here can run code, as DeepSpeed's own (universal) checkpoints could.
 """
@@ -10,7 +11,7 @@ only: nothing that is read here can run code, as DeepSpeed's own (universal) che
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from recipe.errors import RunError
 
-MASTER = "fp32"
+MASTER, MOMENTUM = "fp32", "momentum_buffer"
 
 
 class Shards:
@@ -36,8 +37,10 @@ class Shards:
                 first = int(start)
                 self._found[name].append((first, first + file.get_slice(key).get_shape()[0], file, key))
 
-    def kinds(self) -> set[str]:
-        return {name.partition("/")[0] for name in self._found}
+    def kinds(self, parameters: Iterable[str]) -> list[str]:
+        """What is saved of any of them, besides the master weights."""
+        wanted, found = set(parameters), (name.partition("/") for name in self._found)
+        return sorted({kind for kind, _, parameter in found if parameter in wanted} - {MASTER})
 
     def read(self, kind: str, parameter: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened parameter. Raises RunError when some are in no file."""
@@ -65,8 +68,11 @@ def save_state(engine: Any, file: Path) -> dict[str, Any]:
     for index, group in enumerate(optimizer.optimizer.param_groups):
         flat = optimizer.single_partition_of_fp32_groups[index]
         state = optimizer.optimizer.state[flat]
+        momentum = _momentum(optimizer, index, state.get(MOMENTUM))
         for name, start, place in _owned(optimizer, index):
             tensors[f"{MASTER}/{name}@{start}"] = flat.detach()[place]
+            if momentum:
+                tensors[f"{MOMENTUM}/{name}@{start}"] = momentum[name][start : start + place.stop - place.start]
             for kind in _moments(state, flat):
                 tensors[f"{kind}/{name}@{start}"] = state[kind].detach()[place]
         steps = [float(holder["step"]) if "step" in holder else None for holder in (state, group)]
@@ -90,10 +96,13 @@ def load_state(engine: Any, files: Sequence[Path], facts: dict[str, Any], lr_shi
     Every rank must call it: the working weights are gathered from the masters at its end.
     """
     optimizer, shards = engine.optimizer, Shards(files)
-    moments = sorted(shards.kinds() - {MASTER})
     for index, group in enumerate(optimizer.optimizer.param_groups):
         flat = optimizer.single_partition_of_fp32_groups[index]
         state = optimizer.optimizer.state[flat]
+        moments = shards.kinds(optimizer.param_names[parameter] for parameter in optimizer.bit16_groups[index])
+        if MOMENTUM in moments:
+            moments.remove(MOMENTUM)
+            _load_momentum(optimizer, index, shards)
         for kind in moments:
             state[kind] = torch.zeros_like(flat)  # padding at the end of a partition is zero, as at the start of a run
         for name, start, place in _owned(optimizer, index):
@@ -128,6 +137,25 @@ def _owned(optimizer: Any, group: int) -> Iterator[tuple[str, int, slice]]:
             )
 
 
+def _momentum(optimizer: Any, group: int, buffer: Tensor | None) -> dict[str, Tensor]:
+    """Muon's flattened momentum of each matrix of which this rank owns a part, as views of DeepSpeed's one buffer: whole
+    matrices, one after the other, since a matrix is made orthogonal as a whole. Empty without a buffer."""
+    if buffer is None:
+        return {}
+    matrices = optimizer.params_in_partition[group]
+    views = buffer.split([matrix.numel() for matrix in matrices])
+    return {optimizer.param_names[matrix]: view for matrix, view in zip(matrices, views, strict=True)}
+
+
+def _load_momentum(optimizer: Any, group: int, shards: Shards) -> None:
+    matrices = optimizer.params_in_partition[group]
+    if matrices:
+        parts = [shards.read(MOMENTUM, optimizer.param_names[matrix], 0, matrix.numel()) for matrix in matrices]
+        flat = optimizer.single_partition_of_fp32_groups[group]
+        optimizer.optimizer.state[flat][MOMENTUM] = torch.cat(parts).to(flat.device)
+
+
 def _moments(state: dict[str, Any], flat: Tensor) -> list[str]:
     """Names of the state's tensors that have an element for each weight."""
-    return [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
+    tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and key != MOMENTUM}
+    return [key for key, value in tensors.items() if value.shape == flat.shape]
