@@ -6,6 +6,7 @@ of about 64 sequences x 48 anchors, block 16, 5 layers, AdamW, cosine, 600 steps
 rank, the ring, one drafter rank under ZeRO-2.
 
     python benchmarks/quality_smollm2.py rows ANSWERS.jsonl.gz       answers -> data/quality-rows (CPU)
+    python benchmarks/quality_smollm2.py mix CHATS.jsonl             and chats as a second domain -> data/quality-mixed
     python benchmarks/quality_smollm2.py train NAME [NAME ...]       runs of RUNS below, several at once (2 GPUs)
     python benchmarks/quality_smollm2.py measure [NAME ...]          held-out tau_est of finished runs -> results.json
 """
@@ -68,6 +69,24 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpace-anchors192": {"objective": DPACE, "anchors": 192},
     "dpace-anchors96": {"objective": DPACE, "anchors": 96},
     "dpace-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}},
+    "muon": {"objective": DPACE, "muon": 0.02},
+    "muon-lr1": {"objective": DPACE, "muon": 0.01},
+    "muon-lr4": {"objective": DPACE, "muon": 0.04},
+    "muon-linear": {"objective": DPACE, "muon": 0.015, "decay": "WarmupDecayLR"},
+    "muon-ce": {"objective": CE, "muon": 0.02},
+    "muon-reuse2": {"objective": DPACE, "muon": 0.02, "ring.reuse": 2},
+    "muon-reuse4": {"objective": DPACE, "muon": 0.02, "ring.reuse": 4},
+    "muon-300": {"objective": DPACE, "muon": 0.02, "steps": 300},
+    "muon-passes150": {"objective": DPACE, "muon": 0.02, "steps": 150},
+    "muon-anchors96": {"objective": DPACE, "muon": 0.02, "anchors": 96},
+    "muon-anchors192": {"objective": DPACE, "muon": 0.02, "anchors": 192},
+    "muon-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}, "muon": 0.02},
+    "muon-half-soft": {"objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.5}, "muon": 0.02},
+    "muon-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}, "muon": 0.02},
+    "muon-ce-gamma4": {"objective": {**CE, "gamma": 4.0}, "muon": 0.02},
+    "muon-ce-gamma10": {"objective": {**CE, "gamma": 10.0}, "muon": 0.02},
+    "muon-steps1200": {"objective": DPACE, "muon": 0.02, "steps": 1200},
+    "muon-mixed": {"objective": DPACE, "muon": 0.02, "rows": "data/quality-mixed"},
     "ce-gamma4": {"objective": {**CE, "gamma": 4.0}},
     "ce-gamma10": {"objective": {**CE, "gamma": 10.0}},
 }
@@ -88,8 +107,28 @@ def rows(answers: Path) -> None:
             )
             mask = [0] * len(prompt) + [1] * len(answer)
             out.write(json.dumps({"input_ids": prompt + answer, "loss_mask": mask}) + "\n")
-    command = [sys.executable, "-m", "recipe", "prepare", "--input", tokens, "--tokenizer", TARGET, "--output", ROWS]
-    subprocess.run([*map(str, command), "--max-seq-len", "512", "--holdout", str(HELD_OUT)], check=True, cwd=ROOT)
+    prepare(tokens, ROWS, HELD_OUT)
+
+
+def prepare(source: Path, output: Path, held_out: int) -> None:
+    """`python -m recipe prepare` for this target."""
+    command = [sys.executable, "-m", "recipe", "prepare", "--input", source, "--tokenizer", TARGET, "--output", output]
+    subprocess.run([*map(str, command), "--max-seq-len", "512", "--holdout", str(held_out)], check=True)
+
+
+def mix(chats: Path) -> None:
+    """Rows of a second domain (the target's answers, from `regenerate`), and both domains' training rows together."""
+    from recipe.data.rows import Rows
+
+    other, mixed, tokens = (ROWS.with_name(f"quality-{name}") for name in ("chat", "mixed", "mixed-tokens.jsonl"))
+    prepare(chats, other, HELD_OUT // 2)
+    with tokens.open("w") as out:
+        for part in (ROWS, other):
+            both = Rows.open(part, split="train")
+            for ids, mask in (both[i] for i in range(len(both))):
+                row = {"input_ids": [int(x) for x in ids], "loss_mask": [int(x) for x in mask]}
+                out.write(json.dumps(row) + "\n")
+    prepare(tokens, mixed, 0)
 
 
 def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
@@ -98,18 +137,22 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     anchors = changes.pop("anchors", ANCHORS_PER_ROW)
     lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
     betas, warmup = changes.pop("betas", [0.9, 0.95]), changes.pop("warmup", "log")
+    decay, muon = changes.pop("decay", "WarmupCosineLR"), changes.pop("muon", None)
+    optimizer = {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}}
+    if muon is not None:
+        optimizer = {"type": "Muon", "params": {"muon_lr": muon, "adam_lr": lr, "weight_decay": 0.01, "betas": betas}}
     reuse = changes.get("ring.reuse", 1)
     sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 1.0 if muon is None else 0.0,
         "bf16": {"enabled": not cpu},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}},
+        "optimizer": optimizer,
         "scheduler": {
-            "type": "WarmupCosineLR",
+            "type": decay,
             "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": warmup},
         },
         "dflash": {
@@ -118,7 +161,7 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
                 "warmup_ratio": 0.04, "log_every": 20, "save_every": 10_000, "keep": 1,
             },
             "data": {
-                "path": str(ROWS), "token_budget": sequences * MEAN_TOKENS, "max_seq_len": 512,
+                "path": changes.pop("rows", str(ROWS)), "token_budget": sequences * MEAN_TOKENS, "max_seq_len": 512,
                 "max_batch_size": 2 * sequences,
             },
             "layout": {"target_gpus": [int(swap)], "drafter_gpus": [int(not swap)], "target_tp": 1,
@@ -167,12 +210,12 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
     return failed
 
 
-def held_out_batches(capture: Any, device: torch.device, dtype: torch.dtype, size: int) -> list[Any]:
+def held_out_batches(rows: Path, capture: Any, device: torch.device, dtype: torch.dtype, size: int) -> list[Any]:
     """Micro-batches of the held-out rows whose blocks lie wholly inside the answer, at most 48 a row, evenly spread."""
     from recipe.data.rows import Rows
     from recipe.drafter.batch import assemble
 
-    held_out, batches = Rows.open(ROWS, split="heldout"), []
+    held_out, batches = Rows.open(rows, split="heldout"), []
     for start in range(0, len(held_out), size):
         chosen = [held_out[i] for i in range(start, min(start + size, len(held_out)))]
         anchors, taps = [], []
@@ -189,7 +232,7 @@ def held_out_batches(capture: Any, device: torch.device, dtype: torch.dtype, siz
 
 
 @torch.no_grad()
-def measure(names: list[str], cpu: bool) -> dict[str, Any]:
+def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
     """Teacher-forced tau_est of each finished run on the held-out answers, with accept rates by position."""
     from transformers import AutoModelForCausalLM
 
@@ -213,7 +256,7 @@ def measure(names: list[str], cpu: bool) -> dict[str, Any]:
         if config.target_layer_ids != last_taps:
             last_taps = config.target_layer_ids
             capture = TapCapture(target, last_taps)
-            batches = held_out_batches(capture, device, dtype, 2 if cpu else 64)[: 2 if cpu else None]
+            batches = held_out_batches(rows, capture, device, dtype, 2 if cpu else 64)[: 2 if cpu else None]
             capture.close()
         objective, sums = Objective(Section(loss="dflash", soft_labels=False, gamma=7.0), BLOCK), {}
         prefix, blocks = np.zeros(BLOCK - 1), 0.0
@@ -242,18 +285,21 @@ def measure(names: list[str], cpu: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["rows", "train", "measure"])
+    parser.add_argument("action", choices=["rows", "mix", "train", "measure"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--cpu", action="store_true", help="a rehearsal: one layer, two sequences a step, float32")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="whose held-out split is measured [%(default)s]")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.action == "rows":
         return rows(Path(args.names[0]))
+    if args.action == "mix":
+        return mix(Path(args.names[0]))
     if args.action == "train":
         raise SystemExit(1 if train(args.names or list(RUNS), args.steps, args.at_once, args.cpu) else 0)
-    table = measure(args.names or list(RUNS), args.cpu)
+    table = measure(args.names or list(RUNS), args.rows, args.cpu)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

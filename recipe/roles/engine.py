@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipe.roles.muon import GradientsBeforeMuon
+
 
 def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
     """Wrap ``module`` (trainable parameters only) in a ZeRO engine over the drafter world."""
@@ -24,9 +26,14 @@ def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
         torch.compiler.set_stance("force_eager")
     # Otherwise DeepSpeed takes GPU LOCAL_RANK, which is not this rank's when ranks share GPUs.
     args = SimpleNamespace(device_rank=device.index) if device.type == "cuda" else None
+    muon, clip = config["optimizer"]["type"] == "Muon", config["gradient_clipping"]
+    if muon:
+        config = {**config, "gradient_clipping": 0.0}  # ours, before the momentum
     engine, _, _, _ = deepspeed.initialize(
         args=args, model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
     )
+    if muon:
+        GradientsBeforeMuon(engine.optimizer, clip)
     return engine
 
 
