@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from recipe.decode.cache import TargetPass, TargetSession, copied
 from recipe.decode.drafter_batch import BatchBlockProposer, BatchProposer, pad
+from recipe.decode.kernels import for_any_length
 from recipe.decode.plain import PlainResult, now
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import Block, BlockProposer, DecodeResult, Proposer, SpeculativeDecoder, commit
@@ -79,6 +80,7 @@ class BatchSession(TargetSession):
                 )
         return passes
 
+    @for_any_length
     @torch.inference_mode()
     def extend_all(self, tokens: torch.Tensor) -> TargetPass:
         """Run ``tokens`` int64 [n, q]: logits [n, q, V], taps k × [n, q, H]."""

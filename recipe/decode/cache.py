@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from recipe.decode.kernels import for_any_length
 from recipe.errors import RunError
 from recipe.target.capture import decoder_of, layers_of
 
@@ -118,6 +119,7 @@ class TargetSession:
 
         return hook
 
+    @for_any_length
     def _run(self, tokens: torch.Tensor, last_row_only: bool) -> TargetPass:
         options: dict[str, Any] = {self._cache_name: self._cache, "use_cache": True}
         if self._keeps_logits and last_row_only:

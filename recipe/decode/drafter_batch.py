@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from recipe.decode.drafter_cache import IncrementalDrafter, rms_norm, rotated
+from recipe.decode.kernels import for_any_length
 from recipe.decode.speculative import BlockProposer
 from recipe.drafter.config import SLIDING
 
@@ -69,6 +70,7 @@ class BatchDrafter:
         self.keys, self.values = self.keys[:, chosen], self.values[:, chosen]
         self.lengths = self.lengths[chosen]
 
+    @for_any_length
     @torch.inference_mode()
     def forward(
         self, taps: Sequence[torch.Tensor], given: Sequence[int], block: torch.Tensor, sizes: Sequence[int]

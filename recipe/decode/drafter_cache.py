@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from recipe.decode.kernels import for_any_length
 from recipe.drafter.config import SLIDING, DrafterConfig
 from recipe.drafter.rotary import RotaryTables
 from recipe.errors import RunError
@@ -58,6 +59,7 @@ class IncrementalDrafter:
         self.values = torch.empty_like(self.keys)
         self.length = 0
 
+    @for_any_length
     @torch.inference_mode()
     def forward(self, taps: list[torch.Tensor], block: torch.Tensor) -> torch.Tensor:
         """Append ``taps`` (k × [n, H]) to the context, then run ``block`` embeddings [b, H] at the positions after it.

@@ -138,8 +138,8 @@ def _owned(optimizer: Any, group: int) -> Iterator[tuple[str, int, slice]]:
 
 
 def _momentum(optimizer: Any, group: int, buffer: Tensor | None) -> dict[str, Tensor]:
-    """Muon's flattened momentum of each matrix of which this rank owns a part, as views of DeepSpeed's one buffer: whole
-    matrices, one after the other, since a matrix is made orthogonal as a whole. Empty without a buffer."""
+    """Muon's flattened momentum of each matrix of which this rank owns a part. Views of DeepSpeed's one buffer, which
+    holds whole matrices one after the other, since a matrix is made orthogonal as a whole. Empty without a buffer."""
     if buffer is None:
         return {}
     matrices = optimizer.params_in_partition[group]

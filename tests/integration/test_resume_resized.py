@@ -23,7 +23,7 @@ from tests.integration.launches import ForkServer
 from tests.integration.places import Place, distance
 from tests.tiny import make_config, make_rows, make_target
 
-HALF, STEPS = 4, 10
+HALF, STEPS, FOUR = 4, 10, "gradient_accumulation_steps=4"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,20 @@ def test_two_ranks_become_one_and_nothing_changes(place: Place) -> None:
     assert rest.keys() < everything.keys() and len(rest) > 0.5 * len(everything)
     losses = [{r["step"]: r["loss"] for r in place.records(name)} for name in ("whole", "one")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_muon_goes_on_where_it_was(place: Place) -> None:
+    """On as many ranks to the same bits; on fewer to the same weights, as far as half precision can tell."""
+    muon = 'optimizer={"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 0.003}}'
+    place.train("muon", muon)
+    for name, settings in (("muon-two", ()), ("muon-one", ("dflash.layout.drafter_gpus=[1]", FOUR))):
+        place.copy("muon", name, HALF)
+        place.resume(name, muon, *settings)
+    moved = distance(place.weights("muon", HALF), place.weights("muon", STEPS))
+    assert distance(place.weights("muon-two", STEPS), place.weights("muon", STEPS)) == 0.0
+    assert distance(place.weights("muon-one", STEPS), place.weights("muon", STEPS)) < 0.02 * moved
+    norms = [record["gnorm"] for record in place.records("muon")]
+    assert norms == pytest.approx([record["gnorm"] for record in place.records("whole")][:1] + norms[1:], rel=1e-4)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_remains_of_saves_go(place: Place) -> None:
@@ -102,6 +116,7 @@ def test_an_export_passes_over_damaged_weights_and_says_so(place: Place, capsys:
         ("dflash.drafter.mask_token_id=7", "198"),
         ("dflash.target.target_layer_ids=[0,2]", "[1, 2, 3, 4, 5]"),
         ("dflash.run.seed=43", "42"),
+        ('optimizer={"type": "Muon"}', "AdamW"),
         ("dflash.ring.reuse=1", "2"),
         ("dflash.data.path=OTHER", "the rows"),
     ],

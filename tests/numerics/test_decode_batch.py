@@ -62,6 +62,24 @@ def test_speculative_decoding_of_a_batch(target: torch.nn.Module, kind: str) -> 
         assert [one.blocks for one in single] == [one.blocks for one in together]
 
 
+def test_no_attention_of_decoding_goes_to_cudnn(target: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would build a plan for every length; and what was allowed outside is allowed again afterwards."""
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spy(*arguments: Any, **named: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    before, decoder, ids = torch.backends.cuda.cudnn_sdp_enabled(), decoder_of(target, "random"), prompts(2, seed=5)
+    assert before
+    decoder.generate(ids[0], LENGTH)
+    alone = len(seen)
+    generate_batch(decoder, ids, LENGTH, 0.0, (), range(2))
+    assert 0 < alone < len(seen) and not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_measurement_is_the_same_in_batches(target: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [Prompt(ids, "", "ab"[n % 2]) for n, ids in enumerate(prompts(5, seed=8))]
     decoder = decoder_of(target, "random")

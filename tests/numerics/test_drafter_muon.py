@@ -8,6 +8,7 @@ weights are; and left alone it clips the update and adds up in bf16.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -107,7 +108,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=rank, world_size=world)
     accumulation = TOTAL // world
     config = load_config_text("{}", [
-        'optimizer={"type": "Muon", "params": %s}' % str(RATES).replace("'", '"'), f"gradient_clipping={CLIP}",
+        "optimizer=" + json.dumps({"type": "Muon", "params": RATES}), f"gradient_clipping={CLIP}",
         f"gradient_accumulation_steps={accumulation}", "dflash.layout.device=cpu",
         f"dflash.layout.drafter_gpus={list(range(1, world + 1))}", f"bf16.enabled={str(bf16).lower()}",
     ])  # fmt: skip
@@ -202,7 +203,7 @@ def test_the_weights_are_the_references(world: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 4), (4, 2)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, before: int, after: int) -> None:
-    """Saved after two steps by some ranks and read by others: bit for bit with as many, else but for the order of sums."""
+    """Saved after two steps and read by as many ranks: bit for bit. By others: but for the order of sums."""
     whole = steps(after)[0]
     steps(before, 0, 2, save=tmp_path / "part")
     parts = sorted(tmp_path.glob("part_*"))

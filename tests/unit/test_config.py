@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.config import ConfigErrors, RunConfig, load_config, load_config_text
+from recipe.config.deepspeed_keys import Muon
 from recipe.config.keys import AUTO_KEYS, is_known, known_keys, walk
 from recipe.errors import ConfigError
 
@@ -40,7 +41,7 @@ def test_reference_values_of_the_design() -> None:
     config = load_config("ds_configs/qwen3.6_27b_5t3d.json")
     ours = config.dflash
     assert (config.gradient_accumulation_steps, config.gradient_clipping, config.bf16.enabled) == (4, 1.0, True)
-    assert config.optimizer.params.lr == 6e-4 and config.optimizer.params.betas == [0.9, 0.95]
+    assert isinstance(config.optimizer, Muon) and config.optimizer.highest_rates == [0.02, 6e-4]  # decision 32
     assert (ours.data.token_budget, ours.data.max_seq_len, ours.data.max_batch_size) == (49152, 8192, 64)
     assert (ours.layout.target_gpus, ours.layout.drafter_gpus, ours.layout.target_tp) == ([0, 1, 2, 3, 4], [5, 6, 7], 5)
     assert (ours.ring.min_ready, ours.ring.max_depth, ours.ring.reuse) == (30, 90, 1)
@@ -57,6 +58,7 @@ def test_reference_values_of_the_design() -> None:
         ("zero_optimization.stagee", 2, "'zero_optimization.stage'"),
         ("optimizer.params.learning_rate", 1.0, ""),
         ("optimizer.params.lrr", 1.0, "'optimizer.params.lr'"),
+        ("optimizer.params.momentun", 1.0, "'optimizer.params.momentum'"),
         ("dflash.ring.min_redy", 3, "'dflash.ring.min_ready'"),
         ("dflash.objective.noise.stat", 3, "'dflash.objective.noise.start'"),
         ("block_size", 16, "'dflash.drafter.block_size'"),
@@ -116,6 +118,11 @@ def test_auto_is_accepted_where_it_is_resolved(path: str) -> None:
         ("zero_optimization.stage", 3, "stage 3"),
         ("fp16.enabled", True, "loss scaling"),
         ("optimizer.type", "adamw", "'AdamW'"),
+        ("optimizer.type", "muon", "'Muon'"),
+        ("optimizer.type", None, "AdamW, Adam, Muon"),
+        ("optimizer", {"type": "Muon", "params": {"lr": 0.02}}, "muon_lr (matrices) and adam_lr (norms)"),
+        ("optimizer", {"type": "Adam", "params": {"muon_lr": 0.02}}, "another optimizer.type"),
+        ("optimizer", 3, "an object"),
         ("optimizer.params.lr", 0, "greater than 0"),
         ("optimizer.params.betas", [0.9], "at least 2 item"),
         ("scheduler.type", "Cosine", "WarmupCosineLR"),
@@ -272,7 +279,7 @@ class TestDeepSpeedDict:
         )
         params = config.deepspeed_dict(1000, 40)["scheduler"]["params"]
         assert (params["total_num_steps"], params["warmup_num_steps"]) == (5, 2)
-        assert params["warmup_max_lr"] == config.optimizer.params.lr
+        assert params["warmup_max_lr"] == config.optimizer.highest_rates == [config.optimizer.params.lr]
 
     def test_plain_adam_is_not_adamw(self) -> None:
         params = load_config_text('{"optimizer": {"type": "Adam"}}').deepspeed_dict(1, 0)["optimizer"]["params"]
@@ -289,4 +296,5 @@ class TestDeepSpeedDict:
         assert seen.bfloat16_config.enabled and seen.grad_accum_dtype == "fp32"
         assert seen.gradient_accumulation_steps == 4 and seen.train_micro_batch_size_per_gpu == 1
         assert seen.scheduler_name == "WarmupCosineLR" and seen.scheduler_params["total_num_steps"] == 100
-        assert seen.optimizer_name == "adamw" and seen.optimizer_params["lr"] == 6e-4
+        rates = [seen.optimizer_params[key] for key in ("muon_lr", "adam_lr")]
+        assert seen.optimizer_name == "muon" and rates == [0.02, 6e-4]

@@ -190,6 +190,15 @@ class TestStructure:
                 "dflash.objective.soft_weight",
                 "",
             ),
+            (
+                [
+                    'optimizer={"type": "Muon", "params": {"muon_lr": 0.1}}',
+                    'scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}',
+                ],
+                "scheduler.params.warmup_max_lr",
+                "(0.1 and 0.0006)",
+            ),
+            (['optimizer={"type": "Muon"}', "zero_optimization.stage=1"], "zero_optimization.stage", "stage 2"),
             (["dflash.drafter.num_key_value_heads=4"], "dflash.drafter.num_key_value_heads", "divide"),
             (["dflash.drafter.sliding_window=4"], "dflash.drafter.sliding_window", "block_size = 8"),
             (["dflash.drafter.init_from=nowhere"], "dflash.drafter.init_from", "config.json"),
