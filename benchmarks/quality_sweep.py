@@ -5,7 +5,7 @@ drafter's alone, 37 ms on an H200. Mathematics, data, anchors and objective are 
 the order of the rows are written out here. What looks good goes through the real pipeline (`quality_smollm2.py`).
 
     python benchmarks/quality_sweep.py [NAME ...] [--json FILE] [--seconds 500] [--part 0/2]
-    python benchmarks/quality_sweep.py adamw muon-4 --cpu          a rehearsal: 3 steps on a few rows (Muon is slow there)
+    python benchmarks/quality_sweep.py adamw muon-4 --cpu     a rehearsal: 3 steps on a few rows
 
 Held-out ``tau_est`` as in `quality_smollm2.py measure`.
 """
