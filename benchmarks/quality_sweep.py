@@ -5,7 +5,7 @@ drafter's alone, 37 ms on an H200. Mathematics, data, anchors and objective are 
 the order of the rows are written out here. What looks good goes through the real pipeline (`quality_smollm2.py`).
 
     python benchmarks/quality_sweep.py [NAME ...] [--json FILE] [--seconds 500] [--part 0/2]
-    python benchmarks/quality_sweep.py adamw muon-4 --cpu     a rehearsal: 3 steps on a few rows
+    python benchmarks/quality_sweep.py adamw muon-4 --cpu     a rehearsal: 3 steps of one layer
 
 Held-out ``tau_est`` as in `quality_smollm2.py measure`.
 """
@@ -135,9 +135,9 @@ def ratio(schedule: str, step: int, steps: int) -> float:
 def train(bench: Bench, steps: int = 300, sequences: int = 64, anchors: int = 48, lr: float = 6e-4,
           muon: float | None = None, scale: str = "match_rms_adamw", momentum: float = 0.95, weight_decay: float = 0.01,
           betas: tuple[float, float] = (0.9, 0.95), schedule: str = "cosine", std: float = 0.02, zero_out: bool = False,
-          alpha: float = 0.5, clip: float = 1.0) -> dict[str, Any]:  # fmt: skip
+          alpha: float = 0.5, clip: float = 1.0, layers: int = 5) -> dict[str, Any]:  # fmt: skip
     """One training; weights in the device's dtype with fp32 masters. Held-out numbers, tau_est on the way."""
-    section = Drafter(num_layers=5, block_size=BLOCK, mask_token_id=MASK_ID)
+    section = Drafter(num_layers=layers, block_size=BLOCK, mask_token_id=MASK_ID)
     name = str(bench.dtype).removeprefix("torch.")
     config = DrafterConfig.build(section, TargetShape.resolve(str(TARGET)), TAPS, MASK_ID, dtype=name)
     drafter = DFlashDrafter(config).initialize(1, std)
@@ -195,7 +195,9 @@ def main() -> None:
     for name in (args.names or list(JOBS))[part::parts]:
         if time.perf_counter() - began > args.seconds:
             break
-        table[name] = train(bench, **JOBS[name] | ({"steps": 3, "sequences": 2, "anchors": 4} if args.cpu else {}))
+        table[name] = train(
+            bench, **JOBS[name] | ({"steps": 3, "sequences": 2, "anchors": 4, "layers": 1} if args.cpu else {})
+        )
         print(f"{name:26s} {json.dumps(table[name])}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(table, indent=1))

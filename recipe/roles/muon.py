@@ -52,8 +52,8 @@ class GradientsBeforeMuon:
         self._squares[param_group_idx] = squares
         if self.clip and self.optimizer.optimizer.param_groups[param_group_idx]["use_muon"]:
             factor = (self.clip / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-            # A bad gradient must stay the only bad one: it is named later, and the step is skipped.
-            factor = torch.where(torch.isfinite(factor), factor, 1.0)
+            # A bad gradient stays as it is, and the only bad one: it is named later, and the step is skipped.
+            factor = torch.where(torch.isfinite(squares), factor, 1.0)
             for gradient in gradients:
                 gradient.mul_(factor)
         return self._orthogonalise(parameters, *rest, param_group_idx=param_group_idx, **named)

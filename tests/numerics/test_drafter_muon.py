@@ -96,7 +96,7 @@ def reference(steps: int) -> list[Tensor]:
 
 
 def train(world: int, first: int, last: int, load: list[Path], save: Path | None, queue: Any, poison: int,
-          bf16: bool) -> None:  # fmt: skip
+          bad: float, bf16: bool) -> None:  # fmt: skip
     """One rank: steps [first, last) of a real engine; puts (weights, facts) of rank 0."""
     import deepspeed
     import torch.distributed as dist
@@ -123,7 +123,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
         for micro in range(accumulation):
             given = gradients(step, rank * accumulation + micro)
             if step == poison and rank == world - 1:
-                given[1][0, 0] = float("nan")
+                given[1][0, 0] = bad
             engine.backward(engine([g.to(p.dtype) for g, p in zip(given, module.parameters(), strict=True)]))
             engine.step()
         skipped.append(step_was_skipped(engine))
@@ -161,7 +161,7 @@ def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: t
 
 
 def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None = None, save: Path | None = None,
-          exact: bool = True, poison: int = -1, bf16: bool = False) -> Any:  # fmt: skip
+          exact: bool = True, poison: int = -1, bad: float = math.nan, bf16: bool = False) -> Any:  # fmt: skip
     """(weights, skipped, norm, rate) after the steps on ``world`` forked ranks."""
     import deepspeed  # noqa: F401  before the fork: once instead of in every rank
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
@@ -171,7 +171,7 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
         port = free.getsockname()[1]
     context = get_context("fork")
     queue = context.Queue()
-    args = (first, last, load or [], save, poison, bf16)
+    args = (first, last, load or [], save, poison, bad, bf16)
     ranks = [context.Process(target=rank_main, args=(r, port, world, exact, queue, args)) for r in range(world)]
     for process in ranks:
         process.start()
@@ -214,15 +214,17 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, before: in
     assert error(resumed, reference(STEPS)) < 2e-6
 
 
-def test_a_step_with_a_bad_gradient_changes_nothing(tmp_path: Path) -> None:
-    """One NaN on one rank, in a matrix that two ranks share: all skip, and the momentum never sees it."""
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_step_with_a_bad_gradient_changes_nothing(tmp_path: Path, bad: float) -> None:
+    """One on one rank, in a matrix that two ranks share: all skip, and the momentum never sees it. 1e30 squared is
+    infinite: a norm that cannot be told is not clipped to nothing."""
     steps(2, 0, 1, save=tmp_path / "part")
     parts = sorted(tmp_path.glob("part_*"))
     clean, skipped = steps(2, 2, 4, load=parts)[:2]
     assert skipped == [False, False]
-    poisoned, skipped, _, _ = steps(2, 1, 4, load=parts, poison=1)
+    poisoned, skipped, _, _ = steps(2, 1, 4, load=parts, poison=1, bad=bad)
     assert skipped == [True, False, False]
-    assert math.isnan(steps(2, 1, 2, load=parts, poison=1)[2])
+    assert math.isnan(steps(2, 1, 2, load=parts, poison=1, bad=bad)[2])
     assert all(torch.equal(a, b) for a, b in zip(poisoned, clean, strict=True))
 
 
