@@ -210,14 +210,17 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
     return failed
 
 
-def held_out_batches(rows: Path, capture: Any, device: torch.device, dtype: torch.dtype, size: int) -> list[Any]:
-    """Micro-batches of the held-out rows whose blocks lie wholly inside the answer, at most 48 a row, evenly spread."""
+def held_out_batches(
+    rows: Path, capture: Any, device: torch.device, dtype: torch.dtype, size: int, limit: int | None = None
+) -> list[Any]:
+    """The first ``limit`` held-out rows (None: all), ``size`` a micro-batch: blocks wholly inside the answer, 48 a row."""
     from recipe.data.rows import Rows
     from recipe.drafter.batch import assemble
 
     held_out, batches = Rows.open(rows, split="heldout"), []
-    for start in range(0, len(held_out), size):
-        chosen = [held_out[i] for i in range(start, min(start + size, len(held_out)))]
+    count = min(len(held_out), limit or len(held_out))
+    for start in range(0, count, size):
+        chosen = [held_out[i] for i in range(start, min(start + size, count))]
         anchors, taps = [], []
         for ids, mask in chosen:
             whole = np.lib.stride_tricks.sliding_window_view(mask, BLOCK).all(1) if len(mask) >= BLOCK else np.zeros(0)
@@ -256,7 +259,7 @@ def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
         if config.target_layer_ids != last_taps:
             last_taps = config.target_layer_ids
             capture = TapCapture(target, last_taps)
-            batches = held_out_batches(rows, capture, device, dtype, 2 if cpu else 64)[: 2 if cpu else None]
+            batches = held_out_batches(rows, capture, device, dtype, 2 if cpu else 64, 4 if cpu else None)
             capture.close()
         objective, sums = Objective(Section(loss="dflash", soft_labels=False, gamma=7.0), BLOCK), {}
         prefix, blocks = np.zeros(BLOCK - 1), 0.0

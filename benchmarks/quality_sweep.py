@@ -85,8 +85,8 @@ class Bench:
         capture, rows = TapCapture(target, TAPS), Rows.open(ROWS, split="train")
         self.rows = [rows[index] for index in range(min(len(rows), 6 if cpu else len(rows)))]
         self.taps = self._capture(capture)
-        size = 2 if cpu else 64
-        self.held_out = held_out_batches(ROWS, capture, self.device, self.dtype, size)[: 1 if cpu else None]
+        few, size = (2, 2) if cpu else (None, 64)
+        self.held_out = held_out_batches(ROWS, capture, self.device, self.dtype, size, few)
 
     @torch.no_grad()
     def _capture(self, capture: TapCapture, together: int = 128) -> list[Tensor]:
