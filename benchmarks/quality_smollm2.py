@@ -213,7 +213,7 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
 def held_out_batches(
     rows: Path, capture: Any, device: torch.device, dtype: torch.dtype, size: int, limit: int | None = None
 ) -> list[Any]:
-    """The first ``limit`` held-out rows (None: all), ``size`` a micro-batch: blocks wholly inside the answer, 48 a row."""
+    """The first ``limit`` held-out rows (None: all), ``size`` a micro-batch: blocks inside the answer, 48 a row."""
     from recipe.data.rows import Rows
     from recipe.drafter.batch import assemble
 
