@@ -125,7 +125,12 @@ def _steps(config: RunConfig, nodes: int) -> Iterator[ConfigError]:
 
 
 def _muon(config: RunConfig) -> Iterator[ConfigError]:
-    if isinstance(config.optimizer, Muon) and config.zero_optimization.stage != 2:
+    if not isinstance(config.optimizer, Muon):
+        return
+    if config.zero_optimization.round_robin_gradients:
+        rule = "with it DeepSpeed does not know which part of a Muon matrix belongs to which rank"
+        yield ConfigError("zero_optimization.round_robin_gradients", True, rule, "remove it, or choose AdamW")
+    if config.zero_optimization.stage != 2:
         rule = "Muon needs the whole gradients of a matrix on the ranks that hold it, which stage 2 is made to give"
         yield ConfigError("zero_optimization.stage", config.zero_optimization.stage, rule, "set it to 2")
 

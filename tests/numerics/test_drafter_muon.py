@@ -96,7 +96,7 @@ def reference(steps: int) -> list[Tensor]:
 
 
 def train(world: int, first: int, last: int, load: list[Path], save: Path | None, queue: Any, poison: int,
-          bad: float, bf16: bool) -> None:  # fmt: skip
+          bad: float, bf16: bool, settings: tuple[str, ...]) -> None:  # fmt: skip
     """One rank: steps [first, last) of a real engine; puts (weights, facts) of rank 0."""
     import deepspeed
     import torch.distributed as dist
@@ -111,6 +111,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
         "optimizer=" + json.dumps({"type": "Muon", "params": RATES}), f"gradient_clipping={CLIP}",
         f"gradient_accumulation_steps={accumulation}", "dflash.layout.device=cpu",
         f"dflash.layout.drafter_gpus={list(range(1, world + 1))}", f"bf16.enabled={str(bf16).lower()}",
+        *settings,
     ])  # fmt: skip
     module = Weights().bfloat16() if bf16 else Weights()
     engine = build_engine(module, config.deepspeed_dict(100, 1))
@@ -161,7 +162,8 @@ def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: t
 
 
 def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None = None, save: Path | None = None,
-          exact: bool = True, poison: int = -1, bad: float = math.nan, bf16: bool = False) -> Any:  # fmt: skip
+          exact: bool = True, poison: int = -1, bad: float = math.nan, bf16: bool = False,
+          settings: tuple[str, ...] = ()) -> Any:  # fmt: skip
     """(weights, skipped, norm, rate) after the steps on ``world`` forked ranks."""
     import deepspeed  # noqa: F401  before the fork: once instead of in every rank
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
@@ -171,7 +173,7 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
         port = free.getsockname()[1]
     context = get_context("fork")
     queue = context.Queue()
-    args = (first, last, load or [], save, poison, bad, bf16)
+    args = (first, last, load or [], save, poison, bad, bf16, settings)
     ranks = [context.Process(target=rank_main, args=(r, port, world, exact, queue, args)) for r in range(world)]
     for process in ranks:
         process.start()
@@ -199,6 +201,19 @@ def test_the_weights_are_the_references(world: int) -> None:
     assert not any(skipped) and rate == pytest.approx(RATES["muon_lr"])
     assert error(weights, reference(STEPS)) < 2e-6
     assert norm == pytest.approx(norm_of(mean_gradients(STEPS - 1)), rel=1e-5) and norm > CLIP
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reduce_scatter=false", "contiguous_gradients=false", "overlap_comm=true",
+        "reduce_bucket_size=500", "allgather_partitions=false",
+    ],
+)  # fmt: skip
+def test_every_way_of_zero_to_reduce_is_right(setting: str) -> None:
+    weights, _, norm, _ = steps(2, settings=(f"zero_optimization.{setting}",))
+    assert error(weights, reference(STEPS)) < 2e-6
+    assert norm == pytest.approx(norm_of(mean_gradients(STEPS - 1)), rel=1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 4), (4, 2)])

@@ -199,6 +199,11 @@ class TestStructure:
                 "(0.1 and 0.0006)",
             ),
             (['optimizer={"type": "Muon"}', "zero_optimization.stage=1"], "zero_optimization.stage", "stage 2"),
+            (
+                ['optimizer={"type": "Muon"}', "zero_optimization.round_robin_gradients=true"],
+                "zero_optimization.round_robin_gradients",
+                "choose AdamW",
+            ),
             (["dflash.drafter.num_key_value_heads=4"], "dflash.drafter.num_key_value_heads", "divide"),
             (["dflash.drafter.sliding_window=4"], "dflash.drafter.sliding_window", "block_size = 8"),
             (["dflash.drafter.init_from=nowhere"], "dflash.drafter.init_from", "config.json"),
