@@ -17,35 +17,37 @@ from safetensors import SafetensorError
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.variant import DFLASH
 from recipe.errors import ConfigError
-from recipe.export_layout import Tensors, export_hf, load_export, refuse_occupied, tensor_shapes, understood
+from recipe.export_layout import VERSIONS, Tensors, export_hf, load_export, refuse_occupied, tensor_shapes, understood
 from recipe.export_speculators import export_speculators
 from recipe.shapes import TargetShape
 
 __all__ = ["add_arguments", "export_hf", "export_run", "export_speculators", "load_export", "run", "serve_commands",
            "tensor_shapes"]  # fmt: skip
 
-HYBRID = " --mamba-scheduler-strategy extra_buffer"
+HYBRID = " --mamba-radix-cache-strategy extra_buffer"  # up to SGLang 0.5.13: --mamba-scheduler-strategy
 
 
 def serve_commands(
     folder: Path, config: DrafterConfig, target: str, layout: str = "hf", hybrid: bool = False
 ) -> list[str]:
-    """The commands that serve ``target`` with this drafter. vLLM counts drafts (B - 1), SGLang the anchor too (B).
+    """The commands that serve ``target`` with this drafter, for the releases in ``VERSIONS``.
 
-    ``hybrid``: the target has recurrent layers, whose states SGLang restores only with that scheduler strategy. vLLM's
-    flash_attn is named because a drafter attends to both sides, which not every backend can.
+    vLLM counts drafts (B - 1), SGLang the anchor too (B); SGLang does not read the speculators layout. ``hybrid``: the
+    target has recurrent layers, whose states SGLang restores only with that cache strategy. vLLM's flash_attn is for
+    the drafter, which attends to both sides: not every backend can. The target keeps its own.
     """
-    states = HYBRID if hybrid else ""
-    drafts = DFLASH.drafts_per_block(config.block_size)
+    speculative = {
+        "method": "dflash", "model": str(folder), "num_speculative_tokens": DFLASH.drafts_per_block(config.block_size),
+        "attention_backend": "flash_attn",
+    }  # fmt: skip
+    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
     if layout == "speculators":
-        return [f"vllm serve {shlex.quote(str(folder))}"]
-    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": drafts}
+        return [vllm]  # not `vllm serve FOLDER`, which vLLM refuses where the target is a folder, too
     return [
-        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))} "
-        "--attention-backend flash_attn",
+        vllm,
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {shlex.quote(str(folder))} --speculative-num-draft-tokens {config.block_size}"
-        + states,
+        + (HYBRID if hybrid else ""),
     ]
 
 
@@ -124,9 +126,11 @@ def run(args: argparse.Namespace) -> int:
         hybrid, note = False, f"{target} is not on this machine; if it has recurrent layers, sglang also needs:{HYBRID}"
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
-    print("serve it with:")
+    print(f"serve it with (vLLM {VERSIONS['vllm']}, SGLang {VERSIONS['sglang']}; other releases: docs/servers.md):")
     for command in serve_commands(folder.resolve(), config, target, args.format, hybrid):
         print(f"  {command}")
     if note is not None:
         print(note)
+    if (args.dtype or config.dtype) == "float32" and args.format == "hf":
+        print("sglang loads a float32 drafter as float16; for a bfloat16 target, export with --dtype bfloat16")
     return 0

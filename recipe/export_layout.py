@@ -18,6 +18,8 @@ from recipe.drafter.config import ARCHITECTURE, DrafterConfig
 from recipe.errors import ConfigError, RunError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+#: The releases whose reading of our exports is tested (docs/servers.md), and that the printed commands are for.
+VERSIONS = {"vllm": "0.34.0", "sglang": "0.5.23", "speculators": "0.9.0"}
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 Tensors = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""The same drafter in the layout of the `speculators` package, which vLLM loads without further flags.
+"""The same drafter in the layout of the `speculators` package, which vLLM loads, too.
 
 Differences from the z-lab layout: taps are counted after the embedding (our L is its L + 1), the drafter's shape sits
 in ``transformer_layer_config``, and the target's embedding and head travel with the drafter. There are no maps between
@@ -15,9 +15,18 @@ import torch
 
 from recipe.drafter.config import SLIDING, DrafterConfig
 from recipe.errors import ConfigError, RunError
-from recipe.export_layout import DTYPES, Tensors, check_tensors, read_config, read_tensors, refuse_shifted, write_folder
+from recipe.export_layout import (
+    DTYPES,
+    VERSIONS,
+    Tensors,
+    check_tensors,
+    read_config,
+    read_tensors,
+    refuse_shifted,
+    write_folder,
+)
 
-OWN = {"architectures", "dflash_config", "block_size", "mask_token_id", "num_target_layers", "is_causal"}
+OWN = {"architectures", "dflash_config", "block_size", "mask_token_id", "num_target_layers"}
 EXTRA = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 
 
@@ -36,13 +45,13 @@ def export_speculators(
     ``embed`` and ``head`` [V, H] are the target's, ``target`` its path or hub id. ConfigError for what does not fit.
     """
     check_tensors(config, state_dict, "export")
-    directions = {
-        causal for kind, causal in zip(config.layer_types, config.in_block_causal, strict=True) if kind == SLIDING
-    }
-    full_causal = any(c for kind, c in zip(config.layer_types, config.in_block_causal, strict=True) if kind != SLIDING)
-    if full_causal or len(directions) > 1:
-        rule = "speculators knows bidirectional full layers and one in-block direction for all sliding layers"
-        raise ConfigError("drafter.in_block_causal", config.in_block_causal, rule, "use --format hf")
+    if config.is_causal is None or (config.is_causal and set(config.layer_types) != {SLIDING}):
+        rule = (
+            f"of this layout vLLM {VERSIONS['vllm']} reads one in-block direction for all layers, and speculators lets "
+            "full layers look both ways: tau would be lost without a word"
+        )
+        fix = "use --format hf, which vLLM and SGLang serve as trained"
+        raise ConfigError("drafter.in_block_causal", config.in_block_causal, rule, fix)
     shape = (config.vocab_size, config.hidden_size)
     for name, tensor in (("embedding", embed), ("head", head)):
         if tuple(tensor.shape) != shape:
@@ -52,7 +61,7 @@ def export_speculators(
     tensors: Tensors = {name: tensor.detach().to("cpu", stored) for name, tensor in state_dict.items()}
     tensors["embed_tokens.weight"] = embed.detach().to("cpu", stored)
     tensors["lm_head.weight"] = head.detach().to("cpu", stored, copy=True)  # a copy: shared storage is refused
-    written = _config(config.with_dtype(dtype), target, target_architectures, non_causal=directions == {False})
+    written = _config(config.with_dtype(dtype), target, target_architectures)
 
     def verify(folder: Path) -> None:
         read = read_tensors(folder)
@@ -66,19 +75,20 @@ def export_speculators(
     return write_folder(Path(out_dir), written, tensors, verify)
 
 
-def _config(config: DrafterConfig, target: str, architectures: list[str], non_causal: bool) -> dict[str, Any]:
+def _config(config: DrafterConfig, target: str, architectures: list[str]) -> dict[str, Any]:
     layers = {key: value for key, value in config.to_dict().items() if key not in OWN}
     method = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
     return {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0",
+        "speculators_version": VERSIONS["speculators"],
         "transformer_layer_config": layers,
         "draft_vocab_size": config.vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
-        "sliding_window_non_causal": non_causal,
+        # vLLM takes it for all layers, sliding or not, unless it finds (and knows) is_causal in the layers' config.
+        "sliding_window_non_causal": not config.is_causal,
         "sample_from_anchor": False,
         "num_target_layers": config.num_target_layers,
         "dtype": config.dtype,

@@ -35,7 +35,7 @@ LENGTH, ANCHOR = 30, 17
 # Windows as wide as the text: speculators places a window's far edge by the anchor, servers and we by the query.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "sliding and causal": {"layer_types": [SLIDING, SLIDING, FULL], "window": 64, "causal": [True, True, False]},
+    "sliding and causal": {"layer_types": [SLIDING] * 3, "window": 64, "causal": [True] * 3},
     "sliding": {"layer_types": [SLIDING, SLIDING, FULL], "window": 64},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,11 @@ def test_a_missing_surplus_or_damaged_weight_file_is_named(tmp_path: Path, weigh
         load_export(tmp_path)
 
 
-@pytest.mark.parametrize("layers", [{}, SLIDING], ids=["full", "sliding"])
+BOTH_WAYS = {**SLIDING, "in_block_causal": (False,) * 5}
+ALL_CAUSAL = {**SLIDING, "layer_types": ("sliding_attention",) * 5, "in_block_causal": (True,) * 5}
+
+
+@pytest.mark.parametrize("layers", [{}, BOTH_WAYS, ALL_CAUSAL], ids=["full", "both ways", "causal"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_speculators_layout(tmp_path: Path, weights: dict, layers: dict, tied: bool) -> None:
     config = small(**layers)
@@ -152,16 +157,23 @@ def test_speculators_layout(tmp_path: Path, weights: dict, layers: dict, tied: b
 
 def test_what_speculators_cannot_say_is_refused(tmp_path: Path, weights: dict) -> None:
     table = torch.randn(100, 32)
-    with pytest.raises(ConfigError, match="in_block_causal"):
-        causal = small(in_block_causal=(True,) * 5)
-        export_speculators(weights, causal, tmp_path / "s", "float32", "t", table, table, [])
+    for layers in ({"in_block_causal": (True,) * 5}, SLIDING):  # vLLM would run the full layer of SLIDING causally
+        with pytest.raises(ConfigError, match="--format hf"):
+            export_speculators(weights, small(**layers), tmp_path / "s", "float32", "t", table, table, [])
     with pytest.raises(ConfigError, match="embedding"):
         export_speculators(weights, small(), tmp_path / "s", "float32", "t", table[:99], table, [])
 
 
 def test_servers_count_drafts_differently() -> None:
     vllm, sglang = serve_commands(Path("/d"), small(), "org/target")
-    assert '"num_speculative_tokens": 7' in vllm and vllm.startswith("vllm serve org/target ")
-    assert vllm.endswith(" --attention-backend flash_attn")
+    program, verb, target, option, speculative = shlex.split(vllm)
+    assert (program, verb, target, option) == ("vllm", "serve", "org/target", "--speculative-config")
+    assert json.loads(speculative) == {
+        "method": "dflash", "model": "/d", "num_speculative_tokens": 7, "attention_backend": "flash_attn"
+    }  # fmt: skip
     assert sglang.endswith("--speculative-num-draft-tokens 8")
-    assert "extra_buffer" in serve_commands(Path("/d"), small(), "org/target", hybrid=True)[1]
+    hybrid = serve_commands(Path("/d"), small(), "org/target", hybrid=True)[1]
+    assert hybrid.endswith(" --mamba-radix-cache-strategy extra_buffer")
+    assert serve_commands(Path("/d"), small(), "org/target", "speculators") == [vllm], (
+        "SGLang does not read that layout"
+    )
