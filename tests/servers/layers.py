@@ -36,15 +36,9 @@ class Stacked(nn.Module):
 
 
 class QKVParallelLinear(Stacked):
-    def __init__(
-        self, hidden_size: int, head_size: int, total_num_heads: int, total_num_kv_heads: int, bias: bool = True, **_: Any
-    ) -> None:  # fmt: skip
-        parts = {
-            "q": total_num_heads * head_size,
-            "k": total_num_kv_heads * head_size,
-            "v": total_num_kv_heads * head_size,
-        }
-        super().__init__(hidden_size, parts, bias)
+    def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, total_num_kv_heads: int, **more: Any):
+        kv = total_num_kv_heads * head_size
+        super().__init__(hidden_size, {"q": total_num_heads * head_size, "k": kv, "v": kv}, more.get("bias", True))
 
 
 class MergedColumnParallelLinear(Stacked):

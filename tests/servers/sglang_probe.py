@@ -1,17 +1,19 @@
 """What SGLang's own functions make of an export. `python sglang_probe.py SOURCES REQUEST.json`, prints a JSON object.
 
-Real: the draft config, causality and windows, rope, the mask id's check, the whole drafter module with its weight loader,
-and the options of its command line. Stand-ins: layers, kernels, distribution, and `msgspec`, in which options are written.
+Real: the draft config, causality and windows, rope, dtype, the mask id's check, the whole drafter module with its
+weight loader, taps in two target models, and the options of its command line. Stand-ins: layers, kernels,
+distribution, and `msgspec`, in which options are written.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -21,18 +23,21 @@ from tests.servers.stand_ins import Finder, blank
 
 SRT, FIELDS = "sglang.srt", "sglang.srt.arg_groups.fields"
 OPTIONS = ("model", "spec", "exec_")
+TARGETS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 REAL = [
     f"{SRT}.speculative.dflash_utils", f"{SRT}.models.dflash", f"{SRT}.utils.hf_transformers.common",
     f"{SRT}.speculative.dflash_worker_v2", f"{SRT}.configs.laguna", f"{SRT}.arg_groups.arg_utils",
-    f"{SRT}.arg_groups.choices", *(f"{FIELDS}.{name}" for name in OPTIONS),
+    f"{SRT}.arg_groups.choices",
+    f"{SRT}.configs.model_config",
+    *(f"{SRT}.models.{name}" for name in TARGETS), *(f"{FIELDS}.{name}" for name in OPTIONS),
 ]  # fmt: skip
 ropes: list[dict[str, Any]] = []
 
 
 def get_rope(head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: Any, **more: Any) -> Any:
-    scaling = dict(rope_scaling or {})
-    ropes.append({**scaling, "head_size": head_size, "rotary_dim": rotary_dim, "max": max_position,
-                  "rope_theta": base, "neox": more["is_neox_style"], "partial": more["partial_rotary_factor"]})  # fmt: skip
+    neox, partial = more["is_neox_style"], more["partial_rotary_factor"]
+    shape = {"head_size": head_size, "rotary_dim": rotary_dim, "max": max_position, "neox": neox, "partial": partial}
+    ropes.append({**(rope_scaling or {}), **shape, "rope_theta": base})
     return SimpleNamespace()
 
 
@@ -69,7 +74,8 @@ def finder(sources: Path) -> Finder:
     }  # fmt: skip
     found = Finder(sources, "sglang", REAL, absent=("triton", "msgspec", "flashinfer"), given=given).install()
     common = found.load(f"{SRT}.utils.hf_transformers.common")
-    sys.modules[f"{SRT}.utils.hf_transformers_utils"] = common  # which only hands its names on
+    handed_on = importlib.import_module(f"{SRT}.utils.hf_transformers_utils")
+    handed_on.get_rope_config = common.get_rope_config  # type: ignore[attr-defined]
     return found
 
 
@@ -83,23 +89,37 @@ def account(found: Finder, folder: str, outputs: str, depth: int, vocab: int) ->
         param.data.fill_(float("nan"))  # `fc` is torch's own layer, which draws values
     model.load_weights(load_file(Path(folder) / "model.safetensors").items())
     save_file({name: param.data for name, param in model.named_parameters()}, outputs)
-    worker = SimpleNamespace(
-        tokenizer=None, model_runner=SimpleNamespace(model_config=SimpleNamespace(vocab_size=vocab))
-    )
-    check = found.load(f"{SRT}.speculative.dflash_worker_v2").DFlashWorkerV2._resolve_mask_token_id
+    taps = read.resolve_target_layer_ids(target_num_layers=depth)
     return {
         "architectures": config.architectures,
-        "block": read.resolve_block_size(), "model_block": model.block_size,
-        "mask": check(SimpleNamespace(target_worker=worker), mask_token=read.mask_token, mask_token_id=read.mask_token_id),
-        "taps": read.resolve_target_layer_ids(target_num_layers=depth), "num_target_layers": read.num_target_layers,
-        "attention": [layer.self_attn.attn_type for layer in model.layers],
+        "block": read.resolve_block_size(),
+        "mask": mask(found, read, vocab),
+        "taps": taps,
+        "captured": {name: captured(found, name, taps) for name in TARGETS},
+        "num_target_layers": read.num_target_layers,
+        "causal": [layer.self_attn.attn_type == "decoder" for layer in model.layers],
         "windows": [layer.self_attn.sliding_window_size for layer in model.layers],
         "rope": list(ropes),
         "eps": [model.rms_norm_eps, model.layers[0].self_attn.q_norm.variance_epsilon],
-        "switches": [read.output_multiplier, read.final_logit_softcapping, read.projector_type, read.conv_kernel_size,
-                     read.selector_rank, read.attention_sink_bias, read.attention_value_scale],
+        "dtype": str(found.load(f"{SRT}.configs.model_config")._get_and_verify_dtype(config, "auto")),
         "unfilled": layers.unfilled(model),
-    }  # fmt: skip
+    }
+
+
+def mask(found: Finder, read: Any, vocab: int) -> int:
+    """The id that the worker takes for a target of ``vocab`` tokens, by its own check."""
+    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=vocab))
+    worker = SimpleNamespace(target_worker=SimpleNamespace(tokenizer=None, model_runner=runner))
+    resolve = found.load(f"{SRT}.speculative.dflash_worker_v2").DFlashWorkerV2._resolve_mask_token_id
+    return int(resolve(worker, mask_token=read.mask_token, mask_token_id=read.mask_token_id))
+
+
+def captured(found: Finder, name: str, taps: list[int]) -> list[int]:
+    """Before which layers a target's model takes the hidden state for these taps."""
+    inner = SimpleNamespace()
+    model = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True), model=inner, capture_aux_hidden_states=False)
+    getattr(found.load(f"{SRT}.models.{name}"), TARGETS[name]).set_dflash_layers_to_capture(model, taps)
+    return list(inner.layers_to_capture)
 
 
 def options(found: Finder) -> argparse.ArgumentParser:
@@ -112,7 +132,6 @@ def options(found: Finder) -> argparse.ArgumentParser:
         for record in vars(found.load(f"{FIELDS}.{name}")).values():
             if isinstance(record, type) and issubclass(record, Struct) and "_NS_PATH" in vars(record):
                 arguments.add_cli_args_from_dataclass(parser, record)
-    assert get_type_hints
     return parser
 
 

@@ -125,8 +125,17 @@ def main(sources: str, request_file: str) -> None:
                "served": served(found, folder)}
         for name, folder in request["folders"].items()
     }  # fmt: skip
+    folder = Path(next(folder for folder in request["folders"].values() if folder.endswith("speculators")))
+    data = json.loads((folder / "config.json").read_text())
+    data["speculators_config"]["verifier"]["name_or_path"] = str(folder)
+    (local := Path(request_file).parent / "local").mkdir()
+    (local / "config.json").write_text(json.dumps(data))
     backends = found.load("vllm.v1.attention.backends.registry").AttentionBackendEnum
-    print(json.dumps({"exports": said, "backends": list(backends.__members__)}))
+    print(
+        json.dumps(
+            {"exports": said, "backends": list(backends.__members__), "local_verifier": served(found, str(local))}
+        )
+    )
 
 
 if __name__ == "__main__":
