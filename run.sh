@@ -95,7 +95,7 @@ run_tests() {
   local pytest=("$venv/bin/python" -m pytest -m "not slow and not gpu")
   if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
   # One-process tests two at a time; those that start processes of their own one after the other, as they time them.
-  "${pytest[@]}" -n 2 --dist loadfile tests/unit tests/numerics
+  "${pytest[@]}" -n 2 --dist loadfile tests/unit tests/numerics tests/servers
   exec "${pytest[@]}" --durations=15 tests/integration
 }
 
