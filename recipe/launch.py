@@ -139,7 +139,8 @@ class Launch:
         if self.run_dir is None:
             return
         if self.args.dry_run:
-            shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
+            if last_words.folder() is None:  # else it goes with the command line's, when all have left
+                shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
         elif report["code"] != 2 and not self.run_dir.status_json.exists():
             self._note_death(report)  # later on the desk does it
         elif report["code"] == 2 and not self.args.resume and not self._has_trained(self.run_dir):
@@ -156,7 +157,9 @@ class Launch:
         unchecked = self.args.replace or self.args.dry_run
         notes = check(resolved, nodes=self.role.nodes, resume=None if unchecked else self.args.resume)
         resume = self._find_resume(resolved) if self.args.resume else Resume(0, [], [])
-        output_dir = tempfile.mkdtemp(prefix="dflash-check-") if self.args.dry_run else resolved.dflash.run.output_dir
+        output_dir = resolved.dflash.run.output_dir
+        if self.args.dry_run:  # below the command line's folder, which goes whatever becomes of this rank
+            output_dir = tempfile.mkdtemp(prefix="dflash-check-", dir=last_words.folder())
         self.run_dir = RunDir.create(output_dir, resolved.dflash.run.name, self.args.resume, fresh=self.args.replace)
         common = facts(resolved, Rows.open(resolved.dflash.data.path)) if self.role.nodes > 1 else {}
         where = {"run_dir": str(self.run_dir.path), "run_id": self.run_dir.run_id}

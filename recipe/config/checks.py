@@ -13,6 +13,7 @@ from recipe.config.feasibility import DTYPE_BYTES, check_data, check_machine, ch
 from recipe.config.load import ConfigErrors
 from recipe.config.paths import heldout_prompts
 from recipe.config.special_tokens import SpecialTokens
+from recipe.config.without_effect import without_effect
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
 from recipe.weights import Checkpoint
@@ -36,7 +37,7 @@ def check(
     shape = shape or TargetShape.resolve(target.path, target.revision)
     tokens = SpecialTokens.of(target.path, target.revision)
     found = [*_layout(config), *_steps(config, nodes), *_taps(config, shape), *_mask_id(config, shape, tokens)]
-    found += [*_lengths(config, shape), *_drafter(config), *_objective(config), *_ring(config)]
+    found += [*_lengths(config, shape), *_drafter(config), *without_effect(config), *_ring(config)]
     if found:
         raise ConfigErrors(f"run {config.dflash.run.name!r}", found)
     if not model:
@@ -191,6 +192,9 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if drafter.sliding_window and drafter.sliding_window < drafter.block_size:
         rule = f"must be at least block_size = {drafter.block_size}"
         yield ConfigError("dflash.drafter.sliding_window", drafter.sliding_window, rule, "raise it, or set it to null")
+    if drafter.attention == "flex" and config.dflash.layout.device == "cpu":
+        rule = "torch's FlexAttention has no backward pass on a CPU"
+        yield ConfigError("dflash.drafter.attention", "flex", rule, 'set it to "auto", or remove it')
     if drafter.init_from and not (Path(drafter.init_from) / "config.json").is_file():
         rule = "is no drafter folder (it has no config.json)"
         yield ConfigError("dflash.drafter.init_from", drafter.init_from, rule, "give an exported drafter, or null")
@@ -198,21 +202,6 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if prompts and not Path(prompts).is_file():
         yield ConfigError(
             "dflash.evaluation.prompts", prompts, "no such file", "give a JSONL file of conversations, or null"
-        )
-
-
-def _objective(config: RunConfig) -> Iterator[ConfigError]:
-    objective = config.dflash.objective
-    if not objective.soft_labels:
-        for name, neutral in (("soft_weight", 1.0), ("temperature", 1.0)):
-            value = getattr(objective, name)
-            if value != neutral:
-                rule = "has no effect without soft_labels"
-                yield ConfigError(f"dflash.objective.{name}", value, rule, "remove it, or set soft_labels to true")
-    if objective.loss != "dpace" and objective.dpace_alpha != 0.5:
-        rule = f"has no effect with loss = {objective.loss!r}"
-        yield ConfigError(
-            "dflash.objective.dpace_alpha", objective.dpace_alpha, rule, 'remove it, or set loss to "dpace"'
         )
 
 

@@ -91,7 +91,7 @@ class TestResolve:
         ours = resolved.dflash
         assert ours.target.target_layer_ids == [1, 3, 5, 7, 9]
         assert ours.drafter.mask_token_id == 95
-        assert ours.objective.gamma == 4.0
+        assert ours.objective.gamma is None  # dpace does without
         heads = (ours.drafter.num_attention_heads, ours.drafter.num_key_value_heads, ours.drafter.head_dim)
         assert heads == (6, 2, 8) and ours.drafter.intermediate_size == 96
         assert ours.ring.page_tokens and ours.drafter.attention == "eager"
@@ -105,7 +105,8 @@ class TestResolve:
 
     def test_given_values_stay(self, target: Path, data: Path, tmp_path: Path) -> None:
         given = ("dflash.target.target_layer_ids=[2, 4]", "dflash.drafter.mask_token_id=97", "dflash.objective.gamma=3")
-        ours = resolve(make(target, data, tmp_path, *given, "dflash.ring.page_tokens=16"), gpus=0).dflash
+        more = ("dflash.objective.loss=dflash", "dflash.ring.page_tokens=16")
+        ours = resolve(make(target, data, tmp_path, *given, *more), gpus=0).dflash
         assert ours.target.target_layer_ids == [2, 4] and ours.drafter.mask_token_id == 97
         assert ours.objective.gamma == 3.0 and ours.ring.page_tokens == 16
 
@@ -186,11 +187,6 @@ class TestStructure:
                 "one owner",
             ),
             (
-                ["dflash.objective.soft_labels=false", "dflash.objective.soft_weight=0.5"],
-                "dflash.objective.soft_weight",
-                "",
-            ),
-            (
                 [
                     'optimizer={"type": "Muon", "params": {"muon_lr": 0.1}}',
                     'scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}',
@@ -207,6 +203,7 @@ class TestStructure:
             (["dflash.drafter.num_key_value_heads=4"], "dflash.drafter.num_key_value_heads", "divide"),
             (["dflash.drafter.sliding_window=4"], "dflash.drafter.sliding_window", "block_size = 8"),
             (["dflash.drafter.init_from=nowhere"], "dflash.drafter.init_from", "config.json"),
+            (["dflash.drafter.attention=flex"], "dflash.drafter.attention", "on a CPU"),
             (["dflash.evaluation.prompts=nowhere.jsonl"], "dflash.evaluation.prompts", "no such file"),
         ],
     )
