@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from recipe.config import RunConfig, check, load_config, load_config_text, resolve
 from recipe.config.derive import default_gamma
 from recipe.config.special_tokens import SpecialTokens
+from recipe.data.rows import Occurrences, Rows
 from recipe.errors import ConfigError
 
 SHAPE = {
@@ -48,13 +50,14 @@ def target(tmp_path: Path) -> Path:
 
 
 def write_rows(folder: Path, lengths: list[int], supervised: bool = True, vocab_bound: int = 90) -> Path:
+    masks = [[0] * (n // 2) + [int(supervised)] * (n - n // 2) for n in lengths]
+    return write_lists(folder, [[5] * n for n in lengths], masks, vocab_bound)
+
+
+def write_lists(folder: Path, ids: list[list[int]], masks: list[list[int]], vocab_bound: int = 96) -> Path:
     from datasets import Dataset
 
-    rows = {
-        "input_ids": [[5] * n for n in lengths],
-        "loss_mask": [[0] * (n // 2) + [int(supervised)] * (n - n // 2) for n in lengths],
-    }
-    Dataset.from_dict(rows).save_to_disk(folder / "train")
+    Dataset.from_dict({"input_ids": ids, "loss_mask": masks}).save_to_disk(folder / "train")
     (folder / "meta.json").write_text(json.dumps({"vocab_bound": vocab_bound, "fingerprint": "x"}))
     return folder
 
@@ -230,6 +233,37 @@ class TestStructure:
 
 class TestFeasibility:
     """Rules about data, ring, machine and run folder."""
+
+    def test_a_mask_id_that_the_answers_use(self, target: Path, tmp_path: Path) -> None:
+        """In 31 of 60 rows, as in the case that was reported; ids and masks are drawn, the counts are recounted."""
+        draw, ids, masks = random.Random(3), [], []
+        for row in range(60):
+            line = [draw.randrange(5, 90) for _ in range(20)]
+            if row % 2 == 0 or row == 59:
+                line[draw.randrange(10, 20)] = 95
+                line[draw.randrange(10)] = 95
+            ids.append(line)
+            masks.append([0] * 10 + [1] * 10)
+        data = write_lists(tmp_path / "d", ids, masks)
+        error = error_of(make(target, data, tmp_path))
+        assert error.field == "dflash.drafter.mask_token_id"
+        assert "in 31 of 60 rows (62 times), in 31 of them among the supervised tokens (31 times)" in str(error)
+        assert check(resolve(make(target, data, tmp_path, "dflash.drafter.mask_token_id=94"), gpus=0))
+
+    def test_a_mask_id_in_prompts_or_in_a_rare_answer_is_noted(self, target: Path, tmp_path: Path) -> None:
+        ids = [[5, 95, 6, 7] if row % 3 == 0 else [5, 6, 7, 8] for row in range(3000)]
+        ids[1] = [5, 6, 95, 95]
+        masks = [[0, 0, 1, 1]] * 3000
+        notes = check(resolve(make(target, write_lists(tmp_path / "d", ids, masks), tmp_path), gpus=0))
+        wanted = "95 stands in 1001 of 3000 rows (1002 times), in 1 of them among the supervised tokens (2 times)"
+        assert any(wanted in note for note in notes), notes
+
+    def test_many_rows_are_sampled_and_that_is_said(self, tmp_path: Path) -> None:
+        ids = [[5, 95 if row % 4 == 0 else 6] for row in range(100)]
+        rows = Rows.open(write_lists(tmp_path / "d", ids, [[0, 1]] * 100))
+        some = rows.occurrences(95, most=40)
+        assert some.read == 40 and 1 < some.rows < 25 and some.rows == some.tokens == some.supervised_rows
+        assert rows.occurrences(95) == Occurrences(100, 25, 25, 25, 25)
 
     def test_missing_data(self, target: Path, tmp_path: Path) -> None:
         assert error_of(make(target, tmp_path / "none", tmp_path)).field == "dflash.data.path"
