@@ -5,7 +5,7 @@ Each ``_…`` generator yields the mistakes that it finds, so that a user hears 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from recipe.config.deepspeed_keys import Muon, RunConfig
@@ -17,6 +17,10 @@ from recipe.config.without_effect import without_effect
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
 from recipe.weights import Checkpoint
+
+#: safetensors' names; whatever else a checkpoint holds is refused when it is read
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 
 
 def check(
@@ -45,11 +49,32 @@ def check(
     if resume is not None:
         check_run_folder(config, resume)
     folder = model_folder(target.path, target.revision)
+    stored = {}
     if any(folder.glob("*.safetensors*")):  # without any, the ranks say so; a damaged one is named here
-        Checkpoint(folder).close()
+        checkpoint = Checkpoint(folder)
+        stored = checkpoint.dtypes()
+        checkpoint.close()
     sizes = check_data(config, shape, nodes)
     check_machine(config, sizes.ring)
-    return [*sizes.lines(), *_evaluation(config, shape)]
+    return [*sizes.lines(), *_dtypes(stored, target.dtype), *_evaluation(config, shape)]
+
+
+def _dtypes(stored: Mapping[str, int], dtype: str) -> Iterator[str]:
+    """What it costs that the run's dtype of the target is not the checkpoint's."""
+    bits = SIGNIFICANT_BITS[dtype]
+    for name, count in stored.items():
+        known = STORED.get(name)
+        if known is None or known == dtype:
+            continue
+        what = f"target: {count} of {sum(stored.values())} tensors are stored as {known} and become {dtype}"
+        if SIGNIFICANT_BITS[known] > bits:
+            yield (
+                f"{what}, rounded from {SIGNIFICANT_BITS[known]} to {bits} significant bits: taps and answers differ "
+                f"from those of a server that keeps {known}; serve the target in {dtype}"
+                + (", or set dflash.target.dtype to float32" if dtype == "bfloat16" else "")
+            )
+        else:
+            yield f"{what}, which is exact; they take twice the memory, and a server that keeps {known} rounds more"
 
 
 def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:

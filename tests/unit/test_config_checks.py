@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from recipe.config import RunConfig, check, load_config, load_config_text, resolve
 from recipe.config.derive import default_gamma
@@ -319,6 +321,23 @@ class TestFeasibility:
     def test_target_without_weights_folder(self, target: Path, data: Path, tmp_path: Path) -> None:
         config = make(target, data, tmp_path, "dflash.target.path=Qwen/Qwen3.6-27B", "dflash.drafter.mask_token_id=7")
         assert error_of(config).field == "dflash.target.path"
+
+    def test_another_dtype_than_the_checkpoints_is_said(self, target: Path, data: Path, tmp_path: Path) -> None:
+        tensors = {
+            "model.embed_tokens.weight": torch.zeros(100, 48, dtype=torch.float16),
+            "model.layers.0.mlp.up_proj.weight": torch.zeros(96, 48, dtype=torch.float16),
+            "model.norm.weight": torch.zeros(48, dtype=torch.float32),
+        }
+        save_file(tensors, target / "model.safetensors")
+        notes = {}
+        for dtype in ("bfloat16", "float32"):
+            config = resolve(make(target, data, tmp_path, f"dflash.target.dtype={dtype}"), gpus=0)
+            notes[dtype] = [note for note in check(config) if note.startswith("target: ")]
+        half, single = sorted(notes["bfloat16"], key=lambda note: "float32 and" in note)
+        assert half.startswith("target: 2 of 3 tensors are stored as float16 and become bfloat16, rounded from 11 to 8")
+        assert single.startswith("target: 1 of 3 tensors are stored as float32 and become bfloat16, rounded from 24")
+        (exact,) = notes["float32"]
+        assert "2 of 3 tensors are stored as float16 and become float32, which is exact" in exact
 
 
 class TestRunFolder:
