@@ -55,7 +55,7 @@ def check(
         stored = checkpoint.dtypes()
         checkpoint.close()
     sizes = check_data(config, shape, nodes)
-    check_machine(config, sizes.ring)
+    check_machine(config, sizes.ring, nodes)
     return [*sizes.lines(), *_dtypes(stored, target.dtype), *_evaluation(config, shape)]
 
 

@@ -174,7 +174,7 @@ def _refuse_peak(config: RunConfig, needed: int, size: RingSize) -> None:
     raise ConfigError("dflash.ring.min_ready", ring.min_ready, rule, fix)
 
 
-def check_machine(config: RunConfig, size: RingSize) -> None:
+def check_machine(config: RunConfig, size: RingSize, nodes: int) -> None:
     """The layout against this machine's GPUs, the ring against its memory. Raises ConfigError."""
     refuse_secrets(config.model_dump(mode="json"))
     layout = config.dflash.layout
@@ -190,7 +190,8 @@ def check_machine(config: RunConfig, size: RingSize) -> None:
         raise ConfigError("dflash.layout", ranks, rule, fix)
     remove_dead_rings(Path("/dev/shm"))  # what killed runs left must not count as used
     check_fits(size, available_shm())
-    resolve_mode(config.dflash.telemetry.wandb.mode)
+    if nodes == 1 or "CROSS_SIZE" in os.environ:  # of several nodes the leader's environment alone counts
+        resolve_mode(config.dflash.telemetry.wandb.mode)
     if layout.device == "cuda":
         load_nvml(config.dflash.telemetry.gpu)
 

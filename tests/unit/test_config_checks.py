@@ -339,6 +339,17 @@ class TestFeasibility:
         (exact,) = notes["float32"]
         assert "2 of 3 tensors are stored as float16 and become float32, which is exact" in exact
 
+    def test_of_several_nodes_the_leader_needs_the_key_of_wandb(
+        self, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        config = make(target, data, tmp_path, "dflash.telemetry.wandb.mode=online")
+        assert error_of(config).field == "dflash.telemetry.wandb.mode"
+        assert check(resolve(config, gpus=0), nodes=2)  # the command line's host may be none of the nodes
+        monkeypatch.setenv("CROSS_SIZE", "2")
+        assert error_of(config, nodes=2).field == "dflash.telemetry.wandb.mode"
+
 
 class TestRunFolder:
     def test_new_is_fine_and_nothing_is_made(self, target: Path, data: Path, tmp_path: Path) -> None:
