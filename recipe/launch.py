@@ -32,6 +32,7 @@ from recipe.ring import Ring, ring_path
 from recipe.roles import last_words
 from recipe.roles.network import settle_interface
 from recipe.roles.node_watch import NodeWatch
+from recipe.roles.process import secret_of
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import SLOW_S, Watchdog
@@ -51,14 +52,19 @@ class Launch:
 
     def __init__(self, role: Role, config: RunConfig, args: argparse.Namespace, watch: NodeWatch) -> None:
         self.role, self.config, self.args = role, config, args
-        run = launch_name(role, config)
+        secret = secret_of(os.getppid()) if role.nodes == 1 else b""  # of the launcher, which all ranks have in common
+        run = launch_name(role, config, secret)
         settle_interface(os.environ["MASTER_ADDR"], role.nodes)
-        self.store = ControlStore.connect(role, run, serve=role.rank == 0)
+        self.store = ControlStore.connect(role, run, serve=role.rank == 0, secret=secret)
         self.store.claim(role)
         # Before the ring's own time-outs, which are raised by those who wait and not by the one that hangs.
         hang_s = 0.8 * config.dflash.ring.timeout_s
         names = role.places(config.dflash.layout)
-        self.watchdog = Watchdog(role, names, lambda: ControlStore.connect(role, run, serve=False), hang_s, watch)
+
+        def connect() -> ControlStore:
+            return ControlStore.connect(role, run, serve=False, secret=secret)
+
+        self.watchdog = Watchdog(role, names, connect, hang_s, watch)
         self.run_dir: RunDir | None = None
         self.ring: Ring | None = None
 
@@ -139,7 +145,8 @@ class Launch:
         if self.run_dir is None:
             return
         if self.args.dry_run:
-            shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
+            if last_words.folder() is None:  # else it goes with the command line's, when all have left
+                shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
         elif report["code"] != 2 and not self.run_dir.status_json.exists():
             self._note_death(report)  # later on the desk does it
         elif report["code"] == 2 and not self.args.resume and not self._has_trained(self.run_dir):
@@ -156,7 +163,9 @@ class Launch:
         unchecked = self.args.replace or self.args.dry_run
         notes = check(resolved, nodes=self.role.nodes, resume=None if unchecked else self.args.resume)
         resume = self._find_resume(resolved) if self.args.resume else Resume(0, [], [])
-        output_dir = tempfile.mkdtemp(prefix="dflash-check-") if self.args.dry_run else resolved.dflash.run.output_dir
+        output_dir = resolved.dflash.run.output_dir
+        if self.args.dry_run:  # below the command line's folder, which goes whatever becomes of this rank
+            output_dir = tempfile.mkdtemp(prefix="dflash-check-", dir=last_words.folder())
         self.run_dir = RunDir.create(output_dir, resolved.dflash.run.name, self.args.resume, fresh=self.args.replace)
         common = facts(resolved, Rows.open(resolved.dflash.data.path)) if self.role.nodes > 1 else {}
         where = {"run_dir": str(self.run_dir.path), "run_id": self.run_dir.run_id}
@@ -263,12 +272,13 @@ class Launch:
             raise RunError("all others have left")
 
 
-def launch_name(role: Role, config: RunConfig) -> str:
-    """The same on all ranks of a launch and unlike that of any other: its keys in the control store begin with it."""
+def launch_name(role: Role, config: RunConfig, secret: bytes) -> str:
+    """The same on all ranks of a launch and unlike that of any other: its keys in the control store begin with it.
+    Nobody without the secret can tell it, so barriers and claims, which are plain counters, are not found either."""
     run = config.dflash.run
     parts = [os.path.abspath(run.output_dir), run.name]
     if role.nodes == 1:
-        parts.append(str(os.getppid()))  # the launcher
+        parts += [str(os.getppid()), secret.hex()]  # the launcher
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

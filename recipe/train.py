@@ -61,14 +61,16 @@ def leave_together(watch: NodeWatch, error: Exception) -> NoReturn:
 def main(argv: list[str] | None = None) -> None:
     # Before any import that may start a thread: SIGTERM, SIGINT and SIGHUP are blocked everywhere and left to the
     # watchdog, which answers them even while the main thread sits in a collective.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    blocked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     quieten()
     args = parse_arguments(argv)
     from recipe.roles import last_words
     from recipe.roles.node_watch import NodeWatch
-    from recipe.roles.process import die_with_parent
+    from recipe.roles.process import die_with_parent, free_children
 
     die_with_parent()
+    free_children(blocked)
     watch = NodeWatch()
     from recipe.config import load_config
     from recipe.errors import ConfigError, RunError

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -52,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.no_model:
         return 0
     code, words = _launch(_command(args, config, hosts))
+    if args.check:  # what stands in the run's own folder is of an older launch
+        return _say_check(code, words)
     if words:
         print(_with_result(resolved, words), file=sys.stderr)  # after everything that the launcher says at an end
         return code or 1
-    if code == 0 and args.check:
-        return 0
     return _confirm_done(resolved, code)
 
 
@@ -92,7 +93,12 @@ def _hosts(hostfile: str | None, config: RunConfig) -> list[str]:
             raise ConfigError(
                 "hostfile", f"{host} slots={count}", f"the layout needs {wanted} slots on every host", f"slots={wanted}"
             )
-    return list(slots)
+    # DeepSpeed goes through ssh for every hostfile. One host that is this machine needs none.
+    return [] if len(slots) == 1 and _is_this_machine(*slots) else list(slots)
+
+
+def _is_this_machine(host: str) -> bool:
+    return host.lower() in ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
 
 
 def free_port() -> int:
@@ -161,6 +167,17 @@ def _see_through(runner: subprocess.Popen[bytes], words: Path) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     return code if code >= 0 else 128 - code
+
+
+def _say_check(code: int, words: str) -> int:
+    """The end of `--check`: nothing when it went well, else one line. Its log went with its folder: none is named."""
+    if not words and code == 0:
+        return 0
+    why = re.sub(r"; (log: .*|the run had not made .*)$", "", words) or f"the launcher ended with code {code}"
+    if not why.startswith("error: "):
+        why = f"error: the check failed: {why.removeprefix('the run ends because of ')}"
+    print(why, file=sys.stderr)
+    return code or 1
 
 
 def _with_result(config: RunConfig, words: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name, "cpu").get_shape())
+
+    def dtypes(self) -> dict[str, int]:
+        """How many tensors are stored in each dtype, under safetensors' names (BF16, F16, F32, …); headers alone."""
+        return dict(Counter(self._slice(name, "cpu").get_dtype() for name in sorted(self._keys, key=self.file_of)))
 
     def expect(self, name: str, shape: Sequence[int]) -> None:
         """ConfigError that names the file when ``name`` is missing, has another shape, or holds no plain floats.

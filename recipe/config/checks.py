@@ -5,7 +5,7 @@ Each ``_…`` generator yields the mistakes that it finds, so that a user hears 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from recipe.config.deepspeed_keys import Muon, RunConfig
@@ -13,9 +13,14 @@ from recipe.config.feasibility import DTYPE_BYTES, check_data, check_machine, ch
 from recipe.config.load import ConfigErrors
 from recipe.config.paths import heldout_prompts
 from recipe.config.special_tokens import SpecialTokens
+from recipe.config.without_effect import without_effect
 from recipe.errors import ConfigError
 from recipe.shapes import TargetShape, model_folder
 from recipe.weights import Checkpoint
+
+#: safetensors' names; whatever else a checkpoint holds is refused when it is read
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 
 
 def check(
@@ -36,7 +41,7 @@ def check(
     shape = shape or TargetShape.resolve(target.path, target.revision)
     tokens = SpecialTokens.of(target.path, target.revision)
     found = [*_layout(config), *_steps(config, nodes), *_taps(config, shape), *_mask_id(config, shape, tokens)]
-    found += [*_lengths(config, shape), *_drafter(config), *_objective(config), *_ring(config)]
+    found += [*_lengths(config, shape), *_drafter(config), *without_effect(config), *_ring(config)]
     if found:
         raise ConfigErrors(f"run {config.dflash.run.name!r}", found)
     if not model:
@@ -44,11 +49,32 @@ def check(
     if resume is not None:
         check_run_folder(config, resume)
     folder = model_folder(target.path, target.revision)
+    stored = {}
     if any(folder.glob("*.safetensors*")):  # without any, the ranks say so; a damaged one is named here
-        Checkpoint(folder).close()
+        checkpoint = Checkpoint(folder)
+        stored = checkpoint.dtypes()
+        checkpoint.close()
     sizes = check_data(config, shape, nodes)
-    check_machine(config, sizes.ring)
-    return [*sizes.lines(), *_evaluation(config, shape)]
+    check_machine(config, sizes.ring, nodes)
+    return [*sizes.lines(), *_dtypes(stored, target.dtype), *_evaluation(config, shape)]
+
+
+def _dtypes(stored: Mapping[str, int], dtype: str) -> Iterator[str]:
+    """What it costs that the run's dtype of the target is not the checkpoint's."""
+    bits = SIGNIFICANT_BITS[dtype]
+    for name, count in stored.items():
+        known = STORED.get(name)
+        if known is None or known == dtype:
+            continue
+        what = f"target: {count} of {sum(stored.values())} tensors are stored as {known} and become {dtype}"
+        if SIGNIFICANT_BITS[known] > bits:
+            yield (
+                f"{what}, rounded from {SIGNIFICANT_BITS[known]} to {bits} significant bits: taps and answers differ "
+                f"from those of a server that keeps {known}; serve the target in {dtype}"
+                + (", or set dflash.target.dtype to float32" if dtype == "bfloat16" else "")
+            )
+        else:
+            yield f"{what}, which is exact; they take twice the memory, and a server that keeps {known} rounds more"
 
 
 def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:
@@ -191,6 +217,9 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if drafter.sliding_window and drafter.sliding_window < drafter.block_size:
         rule = f"must be at least block_size = {drafter.block_size}"
         yield ConfigError("dflash.drafter.sliding_window", drafter.sliding_window, rule, "raise it, or set it to null")
+    if drafter.attention == "flex" and config.dflash.layout.device == "cpu":
+        rule = "torch's FlexAttention has no backward pass on a CPU"
+        yield ConfigError("dflash.drafter.attention", "flex", rule, 'set it to "auto", or remove it')
     if drafter.init_from and not (Path(drafter.init_from) / "config.json").is_file():
         rule = "is no drafter folder (it has no config.json)"
         yield ConfigError("dflash.drafter.init_from", drafter.init_from, rule, "give an exported drafter, or null")
@@ -198,21 +227,6 @@ def _drafter(config: RunConfig) -> Iterator[ConfigError]:
     if prompts and not Path(prompts).is_file():
         yield ConfigError(
             "dflash.evaluation.prompts", prompts, "no such file", "give a JSONL file of conversations, or null"
-        )
-
-
-def _objective(config: RunConfig) -> Iterator[ConfigError]:
-    objective = config.dflash.objective
-    if not objective.soft_labels:
-        for name, neutral in (("soft_weight", 1.0), ("temperature", 1.0)):
-            value = getattr(objective, name)
-            if value != neutral:
-                rule = "has no effect without soft_labels"
-                yield ConfigError(f"dflash.objective.{name}", value, rule, "remove it, or set soft_labels to true")
-    if objective.loss != "dpace" and objective.dpace_alpha != 0.5:
-        rule = f"has no effect with loss = {objective.loss!r}"
-        yield ConfigError(
-            "dflash.objective.dpace_alpha", objective.dpace_alpha, rule, 'remove it, or set loss to "dpace"'
         )
 
 

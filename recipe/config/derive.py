@@ -67,7 +67,7 @@ def _resolve_shape(config: RunConfig, ours: dict[str, Any], shape: TargetShape) 
         ours["target"]["target_layer_ids"] = list(default_target_layer_ids(shape.num_layers))
     if drafter.mask_token_id is None:
         ours["drafter"]["mask_token_id"] = _mask_token(ours["target"]["path"], target.revision)
-    if objective.gamma is None:
+    if objective.gamma is None and objective.loss == "dflash":
         ours["objective"]["gamma"] = default_gamma(drafter.block_size)
     heads, kv_heads, head_dim = head_geometry(drafter, shape)
     ours["drafter"] |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}

@@ -53,5 +53,5 @@ def describe(config: RunConfig, notes: Sequence[str]) -> str:
 
 def _gamma(objective: Objective) -> str:
     if objective.loss == "dpace":
-        return "gamma without effect (dpace weighs by confidence)"
+        return f"weighs by confidence (alpha {objective.dpace_alpha})"
     return f"gamma {objective.gamma}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from recipe.data.rows import Rows
     from recipe.data.schedule import Schedule
 
+MASK_SHARE = 0.001  # of the rows, whose answers may hold the mask id: more is no slip
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -36,6 +37,7 @@ class Sizes:
     total_steps: int
     warmup_steps: int
     peak_pages: int
+    notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """The same for a person to read."""
@@ -44,6 +46,7 @@ class Sizes:
             f"data: {self.rows} rows, {self.tokens} tokens, {self.supervised} of them supervised ({share:.0f} %)",
             f"steps: {self.total_steps}, the first {self.warmup_steps} with a rising learning rate",
             f"ring: {self.ring.n_pages} pages, {self.ring.bytes / 2**30:.2f} GiB; at most {self.peak_pages} in use",
+            *self.notes,
         ]
 
 
@@ -93,7 +96,28 @@ def check_data(config: RunConfig, shape: TargetShape, nodes: int) -> Sizes:
         total_steps=schedule.total_steps,
         warmup_steps=config.warmup_steps(schedule.total_steps),
         peak_pages=peak,
+        notes=_mask_in_rows(config, rows),
     )
+
+
+def _mask_in_rows(config: RunConfig, rows: Rows) -> tuple[str, ...]:
+    """A note where the mask id stands in the rows. Raises ConfigError when the answers use it as a word.
+
+    A block whose anchor is the mask id looks as if nothing of it were known, and a slot that must predict it is given
+    it. A few such places (a text that quotes the token) are lost, no more; an id of ordinary text spoils the drafter.
+    """
+    mask = config.dflash.drafter.mask_token_id
+    found = rows.occurrences(-1 if mask is None else mask)
+    if not found.rows:
+        return ()
+    where = f"stands in {found.rows} of {found.read} rows ({found.tokens} times), in {found.supervised_rows} of them"
+    where += f" among the supervised tokens ({found.supervised_tokens} times)"
+    if found.read < len(rows):
+        where += f"; of all {len(rows)} rows only these were read"
+    if found.supervised_rows > MASK_SHARE * found.read:
+        fix = "use an id that the vocabulary reserves and text never uses, or prepare the data without those rows"
+        raise ConfigError("dflash.drafter.mask_token_id", mask, where, fix)
+    return (f"the mask id {mask} {where}",)
 
 
 def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: int) -> None:
@@ -150,7 +174,7 @@ def _refuse_peak(config: RunConfig, needed: int, size: RingSize) -> None:
     raise ConfigError("dflash.ring.min_ready", ring.min_ready, rule, fix)
 
 
-def check_machine(config: RunConfig, size: RingSize) -> None:
+def check_machine(config: RunConfig, size: RingSize, nodes: int) -> None:
     """The layout against this machine's GPUs, the ring against its memory. Raises ConfigError."""
     refuse_secrets(config.model_dump(mode="json"))
     layout = config.dflash.layout
@@ -166,7 +190,8 @@ def check_machine(config: RunConfig, size: RingSize) -> None:
         raise ConfigError("dflash.layout", ranks, rule, fix)
     remove_dead_rings(Path("/dev/shm"))  # what killed runs left must not count as used
     check_fits(size, available_shm())
-    resolve_mode(config.dflash.telemetry.wandb.mode)
+    if nodes == 1 or "CROSS_SIZE" in os.environ:  # of several nodes the leader's environment alone counts
+        resolve_mode(config.dflash.telemetry.wandb.mode)
     if layout.device == "cuda":
         load_nvml(config.dflash.telemetry.gpu)
 

@@ -81,6 +81,9 @@ class Target(Section):
         description="tensor parallel: gather inputs and make every sum on one rank, as one GPU does, instead of adding"
         " the ranks' rounded parts; more bytes to send",
     )
+    allow_torch_kernels: bool = Field(
+        False, description="on GPUs: run a hybrid target without flash-linear-attention, several times slower"
+    )
     target_layer_ids: list[NonNegative] | None = Field(
         None, description="taps: 0-based decoder layers; null: five, evenly spaced"
     )

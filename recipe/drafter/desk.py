@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipe.config import RunConfig
 from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
-from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
+from recipe.telemetry.gpu import GpuSampler, Sample, device_names, load_nvml
+from recipe.telemetry.gpu_roles import GpuNews, NodePost, flat, roles_of
 from recipe.telemetry.logline import TrainLog
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import collect
@@ -29,19 +32,32 @@ def gate_tokens(config: RunConfig) -> int:
     return config.dflash.ring.min_ready * config.dflash.data.token_budget
 
 
+def start_sampler(scene: Scene, nvml: Any, then: Callable[[], None] = lambda: None) -> GpuSampler:
+    """Samples the GPUs of this node; its first drafter has one. ``nvml`` None (a CPU machine): an inert one."""
+    layout, telemetry = scene.config.dflash.layout, scene.config.dflash.telemetry
+    post = NodePost(scene.store, roles_of(layout, torch.cuda.device_count()), scene.role.node)
+
+    def sampled(samples: list[Sample]) -> None:
+        post(samples)
+        then()
+
+    sampler = GpuSampler(nvml, telemetry.interval_s, sampled)
+    sampler.start()
+    return sampler
+
+
 class Desk:
     """Opened before anything slow; told of the phases; closed by `finish`, or by the watchdog when a rank dies."""
 
     def __init__(self, scene: Scene, run_dir: RunDir) -> None:
-        self.scene, self.run_dir = scene, run_dir
+        self.scene, self.run_dir, self._started = scene, run_dir, time.monotonic()
         self.wandb: WandbRun | None = None
         self.reporter: RunReporter | None = None
         self.evaluations: list[dict[str, Any]] = []
         config = scene.config
         write_atomic(run_dir.config_json, config.to_json())
-        self._nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
-        names = device_names(self._nvml) if self._nvml is not None else []
-        write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=names))
+        nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
+        write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=device_names(nvml)))
         self.log = TrainLog(run_dir.train_log)
         self.status = StatusWriter(
             run_dir, scene.schedule.total_steps, stall_after_s=float(config.dflash.ring.timeout_s)
@@ -55,19 +71,23 @@ class Desk:
             telemetry.wandb.project,
             telemetry.wandb.mode,
         )
-        self._sampler = None
-        if self._nvml is not None:
-            self._sampler = GpuSampler(self._nvml, telemetry.interval_s, self.wandb.log_gpu)
-            self._sampler.start()
+        self._gpu_news = GpuNews(scene.store, scene.role.nodes, telemetry.interval_s)
+        self._sampler = start_sampler(scene, nvml, self._gpus_sampled)
         self.start_up = StartUp(scene.watchdog.phases, self.log, self.status)
         self.start_up.start()
-        self._started = time.monotonic()
         for line in describe(config, scene.notes).splitlines():
             self.log.line(line)
         self.log.event(self._opening())
         few = int((scene.rows.supervised < 2).sum())
         if few:
             self.log.event(f"{few} rows have fewer than two supervised tokens: they are read, and train nothing")
+
+    def _gpus_sampled(self) -> None:
+        """This node has a new sample, and others may; called in the sampler's thread."""
+        rows = self._gpu_news.collect()
+        self.status.gpus(rows)
+        if self.wandb is not None:
+            self.wandb.log_gpu(time.monotonic() - self._started, flat(rows))
 
     def _opening(self) -> str:
         role, schedule, ours = self.scene.role, self.scene.schedule, self.scene.config.dflash
@@ -83,6 +103,7 @@ class Desk:
         self.start_up.stop()
         known = (self.scene.store.peek(f"process/{rank}") for rank in range(self.scene.role.world_size))
         self.status.processes([ProcessId.from_dict(process) for process in known if isinstance(process, dict)])
+        self._say_kernels()
         ours, ring, said = self.scene.config.dflash, self.scene.ring, -1
         deadline = time.monotonic() + ours.ring.timeout_s
         while True:
@@ -97,6 +118,16 @@ class Desk:
             except RingTimeout:
                 if time.monotonic() > deadline:
                     raise
+
+    def _say_kernels(self) -> None:
+        """Which target ranks compute by slower functions than fla's kernels, and why; also in `status`."""
+        found = {rank: self.scene.store.peek(f"kernels/{rank}") for rank in range(self.scene.role.world_size)}
+        slow = {rank: str(why) for rank, why in found.items() if why is not None}
+        for why in dict.fromkeys(slow.values()):
+            ranks = [rank for rank, other in slow.items() if other == why]
+            text = f"ranks {ranks}: the target's linear-attention layers run in torch's functions ({why})"
+            self.log.event(text)
+            self.status.kernels(text)
 
     def train(self, first_step: int) -> RunReporter:
         """Training starts now."""
@@ -113,6 +144,7 @@ class Desk:
             steps=schedule.total_steps,
             epoch_of=schedule.epoch_of,
             log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
+            gpu_window=self._gpu_news.window,
         )
         return self.reporter
 
@@ -204,8 +236,7 @@ class Desk:
             self.wandb.finish(1, timeout_s=3)
 
     def _close(self, code: int) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
+        self._sampler.stop()
         if self.wandb is not None:
             self.wandb.finish(code)
         if self.reporter is not None:

@@ -55,10 +55,11 @@ class RunReporter:
         steps: int,
         epoch_of: Callable[[int], int],
         log_metrics: Callable[[dict[str, Any]], None],
+        gpu_window: Callable[[], list[dict[str, Any]]],
     ) -> None:
         ours = config.dflash
         self.config, self.log, self.status, self.ring, self.device = config, log, status, ring, device
-        self.steps, self.epoch_of, self.log_metrics = steps, epoch_of, log_metrics
+        self.steps, self.epoch_of, self.log_metrics, self.gpu_window = steps, epoch_of, log_metrics, gpu_window
         self.metrics = Metrics(run_dir, steps, resume_step=first_step if first_step else None)
         self.profile = Profile(
             ours.run.profile_interval,
@@ -90,11 +91,13 @@ class RunReporter:
         self.metrics.add({name: pair[0] for name, pair in sums.items()}, {name: pair[1] for name, pair in sums.items()})
         most = self.config.dflash.ring.max_depth
         depth = min(round(self.ring.stats().depth_tokens / self.config.dflash.data.token_budget), most)
+        gpus = self.gpu_window()
         self.last = self.metrics.flush(
             step,
             ring=(depth, most),
             mem=peak_memory_bytes(self.device),
             epoch=self.epoch_of(step - 1),
+            **({"gpu": gpus} if gpus else {}),
         )
         self.log.line(format_line(self.last, COUNTED))
         self._note_status(step)

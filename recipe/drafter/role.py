@@ -10,7 +10,7 @@ from torch import Tensor
 from recipe.config import RunConfig
 from recipe.drafter.checkpoint import Checkpoints
 from recipe.drafter.config import DrafterConfig
-from recipe.drafter.desk import Desk, Export, gate_tokens
+from recipe.drafter.desk import Desk, Export, gate_tokens, start_sampler
 from recipe.drafter.evaluation import EvaluationClerk
 from recipe.drafter.feed import Feed
 from recipe.drafter.health import Health
@@ -24,6 +24,7 @@ from recipe.evaluations import Evaluations
 from recipe.roles.engine import build_engine, name_bad_gradients
 from recipe.roles.worlds import world_barrier
 from recipe.scene import START_UP_S, Scene
+from recipe.telemetry.gpu import load_nvml
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
 
@@ -34,6 +35,9 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     ``export(run folder, step)`` writes the servers' format; it lives above this package, so it is handed in.
     """
     desk = Desk(scene, run_dir) if run_dir is not None else None
+    sampler = None
+    if scene.role.index == 0 and desk is None and scene.device.type == "cuda":  # another node's first drafter
+        sampler = start_sampler(scene, load_nvml(scene.config.dflash.telemetry.gpu))
     embedding, head = _frozen(scene)
     engine = _engine(scene)
     checkpoints = _checkpoints(scene, engine)
@@ -66,6 +70,8 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     )
     _train(scene, trainer, desk)
     feed.close()
+    if sampler is not None:
+        sampler.stop()
     if clerk is not None:
         scene.watchdog.progress("waiting for evaluations")
         clerk.finish()

@@ -61,6 +61,13 @@ def command_line() -> tuple[int, Path] | None:
     return (int(pid), Path(path)) if path and pid.isdecimal() else None
 
 
+def folder() -> Path | None:
+    """The command line's temporary folder, which it removes at its end; None under a bare `deepspeed`, or on another
+    node than the command line's."""
+    found = command_line()
+    return found[1].parent if found is not None and found[1].parent.is_dir() else None
+
+
 def note_signal(words: Path, signum: signal.Signals) -> None:
     """The command line was told to end: it says so before it hands that on, and the ranks read it."""
     with contextlib.suppress(OSError):

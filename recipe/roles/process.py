@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import contextlib
 import ctypes
+import functools
+import hashlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -108,6 +114,42 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def free_children(signals: tuple[signal.Signals, ...]) -> None:
+    """From now on children do not inherit that this process blocks ``signals``: forked ones, and those that Python
+    starts (subprocess, multiprocessing, posix_spawn; so git, compilers and W&B's service). C code that forks by itself
+    is not reached.
+
+    A started child has the mask of the thread that starts it, which is open for that moment. While a signal waits to be
+    collected it stays shut: this process ends in any case, and must be able to say why.
+    """
+
+    def opened(start: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start)
+        def with_open_mask(*args: Any, **kwargs: Any) -> Any:
+            if signal.sigpending() & set(signals):
+                return start(*args, **kwargs)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            try:
+                return start(*args, **kwargs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+        return with_open_mask
+
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals))
+    subprocess._fork_exec = _posixsubprocess.fork_exec = opened(_posixsubprocess.fork_exec)  # type: ignore[attr-defined]
+    os.posix_spawn, os.posix_spawnp = opened(os.posix_spawn), opened(os.posix_spawnp)
+
+
+def secret_of(pid: int) -> bytes:
+    """What only this user (and root) can know of a live process: where the kernel has put its stack and libraries
+    (/proc/PID/auxv), as 32 bytes. The same for all who ask; empty where it may not be read."""
+    try:
+        return hashlib.sha256(Path(f"/proc/{pid}/auxv").read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def adopt_orphans() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,19 +18,24 @@ from recipe.roles.role import Role
 
 CONNECT_TIMEOUT_S = 120.0  # the imports of nodes that start together differ by less, on slow shared disks too
 POLL_S = 0.1
+MAC_BYTES = 32  # of the code in front of every value, in hexadecimal
 
 
 class ControlStore:
     """A small typed face of the launch's `TCPStore`, which rank 0 serves at MASTER_ADDR:MASTER_PORT.
 
-    The launcher itself never binds that port, so no second port is needed and none can collide.
+    The launcher itself never binds that port, so no second port is needed and none can collide. Whoever can reach the
+    port can write: values carry a code made with ``secret``, and those of others are ignored, and said once. An empty
+    secret (several nodes, which have none in common) keeps nobody out.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self.raw = store
+    def __init__(self, store: dist.Store, secret: bytes = b"") -> None:
+        self.raw, self._secret, self._warned = store, secret, False
 
     @classmethod
-    def connect(cls, role: Role, run: str, serve: bool, timeout_s: float = CONNECT_TIMEOUT_S) -> ControlStore:
+    def connect(
+        cls, role: Role, run: str, serve: bool, timeout_s: float = CONNECT_TIMEOUT_S, secret: bytes = b""
+    ) -> ControlStore:
         """Join the store; ``serve`` is true exactly once, on rank 0's first connection.
 
         ``run`` names the launch. All keys live below it: the ranks of a second launch on an occupied port reach the
@@ -55,7 +62,7 @@ class ControlStore:
             )
         except (RuntimeError, dist.DistError) as error:
             raise RunError(f"{role.name}: the control store of rank 0 at {host}:{port} did not answer") from error
-        return cls(dist.PrefixStore(run, store))
+        return cls(dist.PrefixStore(run, store), secret)
 
     def claim(self, role: Role) -> None:
         """Take this rank's place in the launch; before anything else is written.
@@ -70,25 +77,50 @@ class ControlStore:
             raise RunError(f"{role.name}: another launch of this run is served at this port and has this rank already")
 
     def put(self, key: str, value: object) -> None:
-        self.raw.set(key, json.dumps(value))
+        self.raw.set(key, self._signed(key, value))
 
     def get(self, key: str, timeout_s: float) -> object:
         """Wait for ``key``. Raises RunError after ``timeout_s`` seconds."""
-        try:
-            self.raw.wait([key], timedelta(seconds=timeout_s))
-        except (RuntimeError, dist.DistError) as error:
-            raise RunError(f"no {key!r} in the control store after {timeout_s:.0f} s") from error
-        return json.loads(self.raw.get(key))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.raw.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            except (RuntimeError, dist.DistError) as error:
+                raise RunError(f"no {key!r} in the control store after {timeout_s:.0f} s") from error
+            text = self.raw.get(key)
+            if self._is_ours(key, text):
+                return json.loads(text[MAC_BYTES:])
+            if time.monotonic() > deadline:
+                raise RunError(f"no {key!r} of this run in the control store after {timeout_s:.0f} s")
+            time.sleep(POLL_S)  # somebody else's: the right one comes over it
 
     def peek(self, key: str) -> object | None:
         """The value of ``key`` now, or None."""
-        return json.loads(self.raw.get(key)) if self.raw.check([key]) else None
+        text = self.raw.get(key) if self.raw.check([key]) else b""
+        return json.loads(text[MAC_BYTES:]) if text and self._is_ours(key, text) else None
 
     def abort(self, report: dict[str, object]) -> dict[str, object]:
         """Raise the abort flag; the first report stands, and is returned."""
-        text = json.dumps(report)
-        stored = self.raw.compare_set("abort", "", text)
-        return json.loads(stored or text)
+        text = self._signed("abort", report)
+        stored = self.raw.compare_set("abort", "", text) or text.encode()
+        if self._is_ours("abort", stored):
+            return json.loads(stored[MAC_BYTES:])
+        self.raw.set("abort", text)
+        return report
+
+    def _signed(self, key: str, value: object) -> str:
+        text = json.dumps(value)
+        return self._code(key, text.encode()) + text
+
+    def _code(self, key: str, text: bytes) -> str:
+        return hmac.new(self._secret, key.encode() + b"\0" + text, "sha256").hexdigest()[:MAC_BYTES]
+
+    def _is_ours(self, key: str, text: bytes) -> bool:
+        right = hmac.compare_digest(text[:MAC_BYTES], self._code(key, text[MAC_BYTES:]).encode())
+        if not right and not self._warned:
+            self._warned = True
+            print(f"warning: {key!r} in the control store is not of this run: ignored", file=sys.stderr, flush=True)
+        return right
 
     def check_in(self, barrier: str) -> int:
         """Count this rank in at ``barrier`` without waiting; returns how many are there."""

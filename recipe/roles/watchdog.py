@@ -320,7 +320,7 @@ class Watchdog:
         """A hang is explained by where every rank stands; py-spy may be forbidden, this is not."""
         with contextlib.suppress(OSError):
             folder = run_dir / "stacks"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # a run folder that is gone is not made anew
             with open(folder / f"rank_{self.role.rank}.txt", "w", encoding="utf-8") as file:
                 file.write(f"{self.role.name}, phase {self._phase['phase']!r}\n")
                 file.flush()

@@ -1,10 +1,14 @@
-"""Keeps transformers on its own torch versions of the Gated DeltaNet functions where there is no GPU."""
+"""The kernels of the Gated DeltaNet: transformers' own torch functions where there is no GPU, and never unsaid."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import torch
+
+from recipe.errors import ConfigError
+from recipe.shapes import TargetShape
 
 MODULES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 FUNCTIONS = (
@@ -37,3 +41,26 @@ def use_torch_kernels_on_cpu(force: bool = False) -> list[str]:
                 setattr(module, name, original)
                 changed.append(f"{module_name}.{name}")
     return changed
+
+
+def why_torch_kernels(shape: TargetShape, device: str) -> str | None:
+    """Why a hybrid's linear-attention layers run in torch's slow functions; None where fla's kernels do it, and for a
+    target without such layers. ``device``: "cuda" or "cpu". Imports what transformers imports, which falls back in
+    silence whatever that import raises.
+    """
+    if not shape.hybrid:
+        return None
+    if device != "cuda":
+        return "fla's kernels need a GPU"
+    try:
+        kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except Exception as error:
+        return f"flash-linear-attention cannot be used: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None if callable(kernel) else "flash-linear-attention has no chunk_gated_delta_rule"
+
+
+def refuse_torch_kernels(why: str) -> ConfigError:
+    """What a user reads whose GPUs would run a hybrid without fla: some times slower, and by nothing to be seen."""
+    rule = f"its linear-attention layers would run in torch's functions, several times slower: {why}"
+    fix = "pip install flash-linear-attention, or set dflash.target.allow_torch_kernels to true"
+    return ConfigError("dflash.target.allow_torch_kernels", False, rule, fix)

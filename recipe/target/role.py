@@ -12,6 +12,7 @@ from recipe.roles.watchdog import SLOW_S
 from recipe.roles.worlds import world_group
 from recipe.scene import Scene
 from recipe.target.capture import TapCapture
+from recipe.target.cpu_kernels import refuse_torch_kernels, why_torch_kernels
 from recipe.target.evaluation import SHARE, EvaluationTurns, Evaluator
 from recipe.target.loader import LoadProgress
 from recipe.target.open import open_target
@@ -31,6 +32,11 @@ def run_target(scene: Scene, make_evaluator: Callable[[Scene, Evaluations], Loop
     def loading(progress: LoadProgress) -> None:
         watchdog.progress("loading the target", progress.layers_done, progress.layers, note=progress.bar)
 
+    why = why_torch_kernels(scene.shape, scene.device.type)
+    if why is not None:
+        if scene.device.type == "cuda" and not target.allow_torch_kernels:
+            raise refuse_torch_kernels(why)
+        scene.store.put(f"kernels/{role.rank}", why)  # the leader says it
     mail = Evaluations(scene.store, scene.run_path / "eval")
     evaluator = make_evaluator(scene, mail) if scene.evaluates else None
     engine = open_target(

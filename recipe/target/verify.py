@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from recipe.config import RunConfig
@@ -45,8 +46,12 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
     truncated file, a tensor whose shape contradicts config.json or whose dtype cannot be computed with; for a type
     without a shard plan, a degree at which AutoTP fails or is wrong (tried on two random layers).
     """
-    from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+    from recipe.target.cpu_kernels import refuse_torch_kernels, use_torch_kernels_on_cpu
 
+    ours = config.dflash
+    slow = shape.hybrid and ours.layout.device == "cuda" and not ours.target.allow_torch_kernels
+    if slow and PathFinder.find_spec("fla") is None:  # whether it works, the ranks find out: its import is slow
+        raise refuse_torch_kernels("flash-linear-attention is not installed")
     use_torch_kernels_on_cpu(force=True)  # nothing is computed in this process, and fla takes long to import
     # as every rank sets it; without it DeepSpeed, which the model code imports, warns of machines without a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
@@ -54,7 +59,6 @@ def verify_target(config: RunConfig, shape: TargetShape) -> None:
 
     from recipe.target.model import build_meta_model, parameter_shapes
 
-    ours = config.dflash
     asking, taps = needs_logits(ours), ours.target.target_layer_ids or []
     last = asking is not None
     depth = shape.num_layers if last or not taps else max(taps) + 1

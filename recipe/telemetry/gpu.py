@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,12 @@ def device_names(nvml: Any) -> list[str]:
 
 
 class GpuSampler:
-    """Hands ``sink(seconds since start, {"0/util_pct": 93, …})`` a sample of all visible GPUs every ``interval_s``.
+    """Hands ``sink`` a sample of every visible GPU each ``interval_s``, in the order of CUDA's device numbers.
 
-    Numbers are CUDA's device numbers. Inert where ``nvml`` is None. One sampler per node is enough.
+    Inert where ``nvml`` is None. One sampler per node is enough.
     """
 
-    def __init__(self, nvml: Any, interval_s: float, sink: Callable[[float, Sample], None]) -> None:
+    def __init__(self, nvml: Any, interval_s: float, sink: Callable[[list[Sample]], None]) -> None:
         self._nvml, self._interval, self._sink = nvml, interval_s, sink
         self._handles = [] if nvml is None else visible_handles(nvml)
         self._stop = threading.Event()
@@ -160,13 +159,9 @@ class GpuSampler:
             self._thread.join(timeout=5)
 
     def _loop(self) -> None:
-        started = time.monotonic()
         while True:
-            flat: Sample = {}
-            for number, sample in enumerate(self.sample()):
-                flat.update({f"{number}/{key}": value for key, value in sample.items() if not isinstance(value, str)})
             try:
-                self._sink(time.monotonic() - started, flat)
+                self._sink(self.sample())
             except Exception as error:  # telemetry must not end a run, and a daemon thread's traceback helps nobody
                 print(f"warning: GPU samples stop: {error}", flush=True)
                 return

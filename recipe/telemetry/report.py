@@ -14,10 +14,12 @@ from typing import Any
 
 from recipe.errors import ConfigError
 from recipe.telemetry.curve import Series, curve_svg
+from recipe.telemetry.gpu_roles import flat
 from recipe.telemetry.metrics import count_of, read_metrics
 from recipe.telemetry.provenance import redact
 from recipe.telemetry.run_dir import RunDir, write_atomic
 from recipe.telemetry.status import read_status
+from recipe.telemetry.status_fields import gpu_rows
 from recipe.telemetry.table import summary_rows
 
 _CURVES = (
@@ -101,10 +103,26 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
         if any(value is not None for each in series for _, value in each.points):
             caption = _text(f"{title} ({unit})" if unit else title)
             figures.append(f"<figure><figcaption>{caption}</figcaption>{curve_svg(series)}</figure>")
+    for title, name in (("GPU utilisation", "util_pct"), ("GPU memory", "mem_used")):
+        figures += _gpu_figure(records, title, name)
     skipped = sum(count_of(record, "skipped") for record in records)
     windows = [record for record in records if not _is_evaluation(record)] or records
     note = f'<p class="note">{len(windows)} log windows, steps {windows[0]["step"]} to {windows[-1]["step"]}'
     return f'<div class="curves">{"".join(figures)}</div>{note}, {skipped} skipped steps.</p>'
+
+
+def _gpu_figure(records: Sequence[Mapping[str, Any]], title: str, name: str) -> list[str]:
+    """A line for each node and role; nothing for runs without GPU samples."""
+    windows = [(float(record["step"]), flat(gpu_rows(record.get("gpu")))) for record in records]
+    keys = sorted({key for _, values in windows for key in values if key.endswith(f"/{name}")})
+    if not keys:
+        return []
+    scale, unit = (2**30, "GiB") if name == "mem_used" else (1, "%")
+    lines = [
+        Series(key.removesuffix(f"/{name}"), [(step, values[key] / scale) for step, values in windows if key in values])
+        for key in keys
+    ]
+    return [f"<figure><figcaption>{_text(f'{title} ({unit})')}</figcaption>{curve_svg(lines)}</figure>"]
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float | None]]:

@@ -45,6 +45,8 @@ class Status:
     last_progress_s: float | None = None
     heartbeat_s: float | None = None
     process: str | None = None
+    gpus: tuple[Mapping[str, Any], ...] = ()
+    kernels: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -53,7 +55,10 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """What ``status --json`` prints; strict JSON, so a loss that is not finite is null (the message names it)."""
-        keys = ("state", "step", "steps", "loss", "tokens_per_s", "eta_s", "waiting_side", "last_progress_s", "message")
+        keys = (
+            "state", "step", "steps", "loss", "tokens_per_s", "eta_s", "waiting_side", "last_progress_s", "message",
+            "gpus", "kernels",
+        )  # fmt: skip
         values = {key: getattr(self, key) for key in keys}
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
@@ -140,6 +145,8 @@ def _facts(fields: Mapping[str, Any], process: ProcessId) -> Status:
         last_progress_s=round(still_s, 1),
         heartbeat_s=round(silent_s, 1),
         process=str(process),
+        gpus=tuple(fields["gpus"]),
+        kernels=fields.get("kernels"),
     )
 
 

@@ -7,6 +7,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from recipe.errors import ConfigError
 from recipe.telemetry.logline import rate
@@ -67,6 +69,9 @@ def screen(run_dir: RunDir, status: Status) -> str:
     if status.waiting_side is not None:
         slower = {"drafter": "the target is the bottleneck", "target": "the drafters are the bottleneck"}
         rows.append(("waits", f"{status.waiting_side} ({slower.get(status.waiting_side, 'balanced')})"))
+    rows += [("gpus", _gpu_line(row)) for row in status.gpus]
+    if status.kernels is not None:
+        rows.append(("kernels", status.kernels))
     if status.last_progress_s is not None:
         rows.append(("progress", f"{duration(status.last_progress_s)} ago"))
     if status.heartbeat_s is not None and status.state not in ("DONE", "DEAD", "DIVERGED"):
@@ -74,3 +79,16 @@ def screen(run_dir: RunDir, status: Status) -> str:
     if status.process is not None:
         rows.append(("process", status.process))
     return "\n".join(f"{name:<10}{value}" for name, value in rows)
+
+
+def _gpu_line(row: Mapping[str, Any]) -> str:
+    """``node 0 target: 5 GPUs, 93 % busy (lowest 88 %), 61.2/139.8 GiB, 540 W each, 64 °C``."""
+    parts = [f"{row['gpus']:.0f} GPUs"] if "gpus" in row else []
+    if "util_pct" in row:
+        lowest = f" (lowest {row['util_min_pct']:.0f} %)" if "util_min_pct" in row else ""
+        parts.append(f"{row['util_pct']:.0f} % busy{lowest}")
+    if "mem_used" in row and "mem_total" in row:
+        parts.append(f"{row['mem_used'] / 2**30:.1f}/{row['mem_total'] / 2**30:.1f} GiB")
+    parts += [f"{row['power_w']:.0f} W each"] * ("power_w" in row)
+    parts += [f"{row['temperature_c']:.0f} °C"] * ("temperature_c" in row)
+    return f"node {row['node']} {row['role']}: {', '.join(parts)}"

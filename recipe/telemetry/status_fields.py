@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.telemetry.gpu_roles import REDUCE
 from recipe.telemetry.process import ProcessId
 
 NUMBERS = ("step", "steps", "loss", "tokens_per_s", "eta_s", "phase_eta_s", "done", "total", "expect_s", "rank",
            "heartbeat_interval_s")  # fmt: skip
 COUNTS = ("step", "steps")
-WORDS = ("state", "launch", "phase", "label", "message", "role", "waiting_side")
+WORDS = ("state", "launch", "phase", "label", "message", "role", "waiting_side", "kernels")
 PHASES = ("starting", "filling", "training", "done", "dead", "diverged")
+GPU_ROLES = ("target", "drafter", "target+drafter")
 TIMES = ("heartbeat", "progress")
 MOST = 1e15  # no number of a run is larger; a date in seconds is 2e9
 
@@ -44,7 +46,18 @@ def whole(fields: Mapping[str, Any]) -> dict[str, Any] | None:
         known[name] = fields[name]
     known["process"] = process_of(fields.get("process"))
     known["processes"] = [process_of(each) for each in fields.get("processes") or []]
+    known["gpus"] = gpu_rows(fields.get("gpus"))
     return {name: value for name, value in known.items() if value is not None}
+
+
+def gpu_rows(values: object) -> list[dict[str, Any]]:
+    """The GPU numbers that can be right: what is shown beside the state must not decide about it."""
+    rows = []
+    for row in values if isinstance(values, list) else []:
+        if isinstance(row, Mapping) and type(row.get("node")) is int and row.get("role") in GPU_ROLES:
+            numbers = {name: row[name] for name in ("gpus", *REDUCE) if _is_number(row.get(name))}
+            rows.append({"node": row["node"], "role": row["role"], **numbers})
+    return rows
 
 
 def wrong_field(fields: Mapping[str, Any]) -> str | None:

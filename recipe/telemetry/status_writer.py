@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +70,16 @@ class StatusWriter:
         """All ranks of the run; `status` then notices by itself when one of them is gone or stopped."""
         with self._mutex:
             self._fields["processes"] = [process.to_dict() for process in processes]
+
+    def gpus(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The newest GPU numbers by node and role (`gpu_roles.Row`)."""
+        with self._mutex:
+            self._fields["gpus"] = list(rows)
+
+    def kernels(self, text: str) -> None:
+        """By what slower functions than it should the target computes."""
+        with self._mutex:
+            self._fields["kernels"] = text
 
     def phase(
         self, label: str, done: float | None = None, total: float | None = None, eta_s: float | None = None

@@ -43,13 +43,24 @@ def resolve_mode(mode: Mode, environment: Mapping[str, str] = os.environ) -> Lit
     has_key = key_configured(environment)
     if mode == "online" and not has_key:
         fix = "set WANDB_API_KEY, run `wandb login`, or use mode auto or offline"
-        raise ConfigError("dflash.telemetry.wandb.mode", mode, "no W&B key is configured", fix)
+        rule = "no W&B key is configured" + _where(environment)
+        raise ConfigError("dflash.telemetry.wandb.mode", mode, rule, fix)
     if mode != "auto":
         return mode
     wish = environment.get("WANDB_MODE", "").lower()
     if wish in ("offline", "dryrun"):
         return "offline"
     return "online" if has_key and wish not in ("disabled",) else "disabled"
+
+
+def _where(environment: Mapping[str, str]) -> str:
+    """On several nodes the key of the shell is not there; that of the leader's own host counts, and no other."""
+    if environment.get("CROSS_SIZE", "1") == "1":
+        return ""
+    return (
+        f" on {socket.gethostname()}, where the run's leader is (the shell's WANDB_API_KEY does not travel to the "
+        "nodes: run `wandb login` on the hostfile's first host)"
+    )
 
 
 class WandbRun:
@@ -72,7 +83,7 @@ class WandbRun:
         self._mutex = threading.Lock()
         resolved = resolve_mode(mode, environment)
         if resolved == "disabled":
-            why = "no key is configured" if mode == "auto" else "disabled"
+            why = f"no key is configured{_where(environment)}" if mode == "auto" else "disabled"
             print(f"wandb: off ({why}); metrics are in {run_dir.metrics_jsonl}", flush=True)
             return
         try:
@@ -97,7 +108,7 @@ class WandbRun:
         self._send({"train/step": step, **{f"eval/{key}": value for key, value in values.items()}})
 
     def log_gpu(self, seconds: float, sample: Mapping[str, Any]) -> None:
-        """The sink of `gpu.GpuSampler`; may be called from its thread."""
+        """GPU numbers by node and role, on an axis of their own; may be called from the sampler's thread."""
         self._send({"gpu/seconds": seconds, **{f"gpu/{key}": value for key, value in sample.items()}})
 
     def finish(self, exit_code: int = 0, timeout_s: float | None = None) -> None:

@@ -45,7 +45,9 @@ def test_a_launch_that_is_stopped_and_continued_goes_on_and_is_still_watched(pla
 def test_a_store_lost_at_the_very_end_does_not_hide_that_the_run_is_done(place: Place) -> None:
     order = {"rank": 3, "moment": "phase", "phase": "waiting for the others to end", "manner": "lost store"}
     launch = place.train("late", code=1, DEATH=order)
-    assert read_status(RunDir.open(place.folder / "runs" / "late")).state == "DONE"
+    status = read_status(RunDir.open(place.folder / "runs" / "late"))
+    assert status.state == "DONE" and "ranks [0, 1]: the target's linear-attention" in str(status.kernels)
+    assert "run in torch's functions (fla's kernels need a GPU)" in place.log("late")
     last = launch.output.splitlines()[-1]
     assert last.startswith("error: the run is done (10 steps, export in ") and "because of rank 3 (drafter 1" in last
     assert Path(place.summary("late")["export"]).is_dir()

@@ -5,6 +5,9 @@ Real launches over gloo; see `fork_server.py`, and `death.py` for how a rank com
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.integration.launches import ForkServer
@@ -49,3 +52,25 @@ def test_an_early_mistake_leaves_nothing(place: Place) -> None:
     order = {"rank": DRAFTER, "moment": "phase", "phase": "ready", "manner": "mistake"}
     place.train("early", code=2, DEATH=order)
     assert not (place.folder / "runs" / "early").exists()
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def test_a_check_that_fails_knows_nothing_of_an_older_run_and_leaves_nothing(place: Place) -> None:
+    place.train("older")
+    before = contents(place.folder / "runs")
+    for manner, rank, code in (("SIGKILL", DRAFTER, (1, 247)), ("exception", 0, 1), ("mistake", DRAFTER, 2)):
+        order = {"rank": rank, "moment": "phase", "phase": "ready", "manner": manner}
+        launch = place.train("older", flags=("--check",), code=code, DEATH=order)
+        said = launch.output.rpartition("\nerror: ")[2]
+        assert said.startswith("the check failed: rank ") == (code != 2), launch.output
+        assert "the run is done" not in launch.output and "log: " not in said
+        folder = re.search(r"metrics are in (\S+)/metrics.jsonl", launch.output)
+        assert folder is not None and "dflash-check-" in folder[1] and not Path(folder[1]).parents[1].exists()
+        assert contents(place.folder / "runs") == before

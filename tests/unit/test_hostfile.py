@@ -69,4 +69,4 @@ def test_missing_file_is_no_local_run(tmp_path: Path) -> None:
 
 
 def test_the_shipped_example_is_valid(repository: Path) -> None:
-    assert read_hostfile(repository / "hostfile") == {"localhost": 8}
+    assert read_hostfile(repository / "hostfile.example") == {"node1": 8, "node2": 8}

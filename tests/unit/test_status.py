@@ -93,7 +93,7 @@ def test_a_training_run_then_stopped_then_woken_then_killed(tmp_path: Path) -> N
         done = command(str(run.path), "--json")
         values = json.loads(done.stdout)
         assert done.returncode == 0 and values["state"] == "TRAINING" and values["tokens_per_s"] == 900.0
-        keys = "state step steps loss tokens_per_s eta_s waiting_side last_progress_s message"
+        keys = "state step steps loss tokens_per_s eta_s waiting_side last_progress_s message gpus kernels"
         assert list(values) == keys.split()
         os.kill(process.pid, signal.SIGSTOP)
         status = wait_state(run, "STALLED")

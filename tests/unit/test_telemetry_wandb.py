@@ -187,3 +187,13 @@ def test_failures_after_the_start_are_reported_once_and_end_nothing(
     wandb.finish(1, timeout_s=0.2)
     wandb.finish(1)
     assert time.monotonic() - started < 5 and "wandb sync" in capsys.readouterr().out
+
+
+def test_on_several_nodes_the_leaders_key_counts_and_is_asked_for_there(tmp_path: Path) -> None:
+    alone = {"HOME": str(tmp_path)}
+    with pytest.raises(ConfigError) as caught:
+        resolve_mode("online", alone)
+    assert "pdsh" not in str(caught.value) and "hostfile" not in str(caught.value)
+    with pytest.raises(ConfigError, match="first host") as caught:
+        resolve_mode("online", {**alone, "CROSS_SIZE": "2"})
+    assert socket.gethostname() in str(caught.value)
