@@ -15,6 +15,7 @@ from recipe.ring import RingTimeout
 from recipe.scene import Scene
 from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
 from recipe.telemetry.logline import TrainLog
+from recipe.telemetry.metrics import read_metrics
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
@@ -99,7 +100,8 @@ class Desk:
                     raise
 
     def train(self, first_step: int) -> RunReporter:
-        """Training starts now."""
+        """Training starts now: what an earlier launch came to is not the run's result any more."""
+        self.run_dir.summary_json.unlink(missing_ok=True)
         self.status.first_step(compiles=self.scene.device.type == "cuda")
         schedule = self.scene.schedule
         self.reporter = RunReporter(
@@ -154,7 +156,9 @@ class Desk:
         self.status.phase("exporting")
         export = export_run(self.run_dir.path, steps)
         verdict = self.reporter.bottleneck()
-        last = self.reporter.last
+        # A resume that had only the export left to do has trained no step.
+        known = read_metrics(self.run_dir.metrics_jsonl)
+        last = self.reporter.last or next((record for record in reversed(known) if "loss" in record), {})
         summary = {
             "steps": steps,
             "final_loss": last.get("loss"),

@@ -19,7 +19,6 @@ from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
-from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
 from recipe.roles.engine import build_engine, name_bad_gradients
 from recipe.roles.worlds import world_barrier
@@ -160,10 +159,6 @@ def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
 
 def _engine(scene: Scene) -> Any:
     """The drafter under ZeRO. Weights are the same on every rank: drawn from the seed, or read from init_from."""
-    bf16 = scene.config.bf16
-    if bf16.enabled and not bf16.check_grad_overflow:
-        rule = "DeepSpeed would apply gradients that are not finite, and every weight would be lost"
-        raise ConfigError("bf16.check_grad_overflow", False, rule, "leave it true")
     scene.watchdog.progress("building the drafter")
     ours = scene.config.dflash
     mask_id = ours.drafter.mask_token_id

@@ -1,8 +1,8 @@
 """Real ZeRO ranks over gloo that step a few weights, and the same steps in float64 on one device.
 
 The reference of Muon is the published algorithm (Keller Jordan, 2024): Nesterov momentum, five quintic Newton-Schulz
-steps, the square root of the aspect ratio, decoupled decay; that of Adam and AdamW the textbook's. Gradients are clipped
-by their one global norm before any moment.
+steps, the square root of the aspect ratio, decoupled decay; that of Adam and AdamW the textbook's. Gradients are
+clipped by their one global norm before any moment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from recipe.config.load import load_config_text
 from recipe.roles.engine import build_engine, gradient_norm, learning_rate, step_was_skipped
-from recipe.roles.optimizer_state import load_state, save_state
+from recipe.roles.optimizer_state import Shards, load_state, save_state
 
 SHAPES = {"fc": (16, 40), "layers.0.up_proj": (24, 16), "layers.0.down_proj": (16, 24), "layers.1.o_proj": (7, 5)}
 NORMS = {"norm": 16, "layers.0.k_norm": 5}
@@ -53,9 +53,10 @@ def gradients(step: int, share: int) -> list[Tensor]:
     return [scale * (torch.randn(p.shape, generator=generator) + 0.3) for p in Weights().parameters()]
 
 
-def mean_gradients(step: int) -> list[Tensor]:
+def mean_gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """``dtype``: of the weights, in which each share's gradients come."""
     shares = zip(*(gradients(step, share) for share in range(TOTAL)), strict=True)
-    return [torch.stack(share).double().mean(0) for share in shares]
+    return [torch.stack(share).to(dtype).double().mean(0) for share in shares]
 
 
 def norm_of(tensors: list[Tensor]) -> float:
@@ -97,13 +98,17 @@ class Optimizer:
         return self.muon_lr if self.kind == "Muon" else self.lr
 
 
-def reference(steps: int, optimizer: Optimizer = Optimizer()) -> list[Tensor]:  # noqa: B008 (frozen)
-    """Weights after ``steps``, in float64 and on one device."""
-    weights = [p.detach().double() for p in Weights().parameters()]
+def reference(
+    steps: int,
+    optimizer: Optimizer = Optimizer(),
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Masters after ``steps``, in float64 and on one device; ``dtype``: of the weights that training began with."""
+    weights = [p.detach().to(dtype).double() for p in Weights().parameters()]
     first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     (beta1, beta2), decay = optimizer.betas, optimizer.weight_decay
     for step in range(steps):
-        grads = mean_gradients(step)
+        grads = mean_gradients(step, dtype)
         factor = min(1.0, optimizer.clip / norm_of(grads)) if optimizer.clip else 1.0
         for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             grad *= factor
@@ -219,3 +224,9 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
 
 def error(weights: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((w.double() - x).norm() / x.norm()) for w, x in zip(weights, wanted, strict=True))
+
+
+def masters(folder: Path) -> list[Tensor]:
+    """fp32 weights from what all ranks have saved in ``folder``."""
+    parts = Shards(sorted(folder.glob("part_*")))
+    return [parts.read("fp32", name, 0, p.numel()).view(p.shape) for name, p in Weights().named_parameters()]
