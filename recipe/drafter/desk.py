@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from recipe.config import RunConfig
 from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.errors import ConfigError, RunError
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
+from recipe.telemetry.disk import DiskTrouble, reason
 from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
 from recipe.telemetry.logline import TrainLog
 from recipe.telemetry.metrics import read_metrics
@@ -23,6 +27,7 @@ from recipe.telemetry.status_writer import StatusWriter
 from recipe.telemetry.wandb_run import WandbRun
 
 Export = Callable[[Path, int], Path]
+RESULTS = "results of evaluations (eval/)"
 
 
 def gate_tokens(config: RunConfig) -> int:
@@ -39,11 +44,17 @@ class Desk:
         self.reporter: RunReporter | None = None
         self.evaluations: list[dict[str, Any]] = []
         config = scene.config
-        write_atomic(run_dir.config_json, config.to_json())
         self._nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
         names = device_names(self._nvml) if self._nvml is not None else []
-        write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=names))
         self.log = TrainLog(run_dir.train_log)
+        self.trouble = DiskTrouble(self.log.event)
+        with self.trouble.survived("config.json"):
+            write_atomic(run_dir.config_json, config.to_json())
+        if not run_dir.config_json.exists():  # nothing is trained yet, and an export could not be made
+            fix = "make room, or choose another dflash.run.output_dir"
+            raise ConfigError("dflash.run.output_dir", str(run_dir.path), "its config.json cannot be written", fix)
+        with self.trouble.survived("provenance.json"):
+            write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=names))
         self.status = StatusWriter(
             run_dir, scene.schedule.total_steps, stall_after_s=float(config.dflash.ring.timeout_s)
         )
@@ -101,7 +112,8 @@ class Desk:
 
     def train(self, first_step: int) -> RunReporter:
         """Training starts now: what an earlier launch came to is not the run's result any more."""
-        self.run_dir.summary_json.unlink(missing_ok=True)
+        with self.trouble.survived("summary.json"):
+            self.run_dir.summary_json.unlink(missing_ok=True)
         self.status.first_step(compiles=self.scene.device.type == "cuda")
         schedule = self.scene.schedule
         self.reporter = RunReporter(
@@ -115,6 +127,7 @@ class Desk:
             steps=schedule.total_steps,
             epoch_of=schedule.epoch_of,
             log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
+            trouble=self.trouble,
         )
         return self.reporter
 
@@ -128,6 +141,13 @@ class Desk:
     def evaluated(self, answer: dict[str, Any]) -> None:
         """Real decoding of the drafter of an earlier step, by the target ranks."""
         assert self.reporter is not None
+        if why := answer.get("unread"):
+            self.log.event(f"warning: step {answer['step']} is not evaluated: its drafter cannot be read ({why})")
+            return
+        if why := answer.get("unwritten"):
+            self.trouble.failed(RESULTS, why)
+        else:
+            self.trouble.worked(RESULTS)
         self.evaluations.append(answer)
         step, tau = int(answer["step"]), answer["tau"]
         ties = f" ({answer['ties']} numeric tie(s))" if answer["ties"] else ""
@@ -154,7 +174,11 @@ class Desk:
             self._close(0)
             return
         self.status.phase("exporting")
-        export = export_run(self.run_dir.path, steps)
+        try:
+            export = export_run(self.run_dir.path, steps)
+        except (OSError, SafetensorError, ConfigError) as error:
+            rule = f"all {steps} steps are trained and saved, but the export cannot be written: {reason(error)}"
+            raise RunError(f"{rule}; mend that, then --resume writes it") from error
         verdict = self.reporter.bottleneck()
         # A resume that had only the export left to do has trained no step.
         known = read_metrics(self.run_dir.metrics_jsonl)
@@ -177,7 +201,8 @@ class Desk:
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
             summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
-        write_json(self.run_dir.summary_json, summary)
+        with self.trouble.survived("summary.json"):
+            write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
         for line in self._accounts():
             self.log.event(line)
@@ -212,7 +237,5 @@ class Desk:
             self._sampler.stop()
         if self.wandb is not None:
             self.wandb.finish(code)
-        if self.reporter is not None:
-            self.reporter.close()
         self.status.close()
         self.log.close()

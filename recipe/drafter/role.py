@@ -15,6 +15,7 @@ from recipe.drafter.evaluation import EvaluationClerk
 from recipe.drafter.feed import Feed
 from recipe.drafter.health import Health
 from recipe.drafter.identity import identity
+from recipe.drafter.losses import Losses
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
@@ -35,7 +36,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
     desk = Desk(scene, run_dir) if run_dir is not None else None
     embedding, head = _frozen(scene)
     engine = _engine(scene)
-    checkpoints = _checkpoints(scene, engine)
+    checkpoints, losses = _checkpoints(scene, engine)
     feed = _feed(scene)
     _wait_for_the_reservoir(scene, desk)
     run = scene.config.dflash.run
@@ -61,6 +62,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         log_every=run.log_every,
         save_every=run.save_every,
         max_skipped=run.max_skipped_steps,
+        losses=losses,
         moved=moved,
     )
     _train(scene, trainer, desk)
@@ -73,8 +75,9 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         desk.finish(export)
 
 
-def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
+def _checkpoints(scene: Scene, engine: Any) -> tuple[Checkpoints, Losses]:
     """Where checkpoints go; when the run is resumed, ``engine`` has been loaded from the agreed one."""
+    losses: dict[str, Any] = {}
     leads = scene.role.is_leader
     checkpoints = Checkpoints(
         scene.run_path / "checkpoints",
@@ -88,8 +91,10 @@ def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
     )
     if scene.resume:
         checkpoints.clean()
-        checkpoints.restore(engine, scene.first_step)
-    return checkpoints
+        losses = checkpoints.restore(engine, scene.first_step)
+    ours = scene.config.dflash
+    setting = {"objective": ours.objective.model_dump(mode="json"), "target dtype": ours.target.dtype}
+    return checkpoints, Losses(setting, losses)
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -130,6 +135,7 @@ def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> Evaluation
         scene.schedule.total_steps,
         desk.evaluated,
         desk.log.event,
+        desk.trouble,
         waits,
     )
     clerk.start(scene.first_step)

@@ -7,6 +7,8 @@ clipped by their one global norm before any moment.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from recipe.roles.optimizer_state import Shards, load_state, save_state
 SHAPES = {"fc": (16, 40), "layers.0.up_proj": (24, 16), "layers.0.down_proj": (16, 24), "layers.1.o_proj": (7, 5)}
 NORMS = {"norm": 16, "layers.0.k_norm": 5}
 STEPS, ACCUMULATION, TOTAL = 4, 2, 8
+LIMIT_S = 150
 CLIP, FIRST = 5.0, 30.0  # the first step's gradients are 30 times the later ones', as those of a fresh drafter are
 
 
@@ -180,6 +184,7 @@ def exactly(run: Callable[..., None], *args: Any) -> None:
 
 
 def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: tuple[Any, ...]) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang names its line
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}  # fmt: skip
@@ -209,7 +214,11 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
     for process in ranks:
         process.start()
     try:
-        result = queue.get(timeout=240)
+        result = None
+        while result is None:
+            with contextlib.suppress(Empty):
+                result = queue.get(timeout=1)
+            assert result is not None or all(process.exitcode in (0, None) for process in ranks), "a rank is gone"
         assert not isinstance(result, str), result
         for process in ranks:
             process.join(60)
