@@ -35,7 +35,7 @@ class Losses:
             if self.first - self.last > LEARNED * abs(self.first) and not loss < middle:
                 raise ResumeMismatch(
                     f"the loss is {loss:.4f} after the resume and was {self.last:.4f} when the checkpoint was saved; "
-                    f"it began with {self.first:.4f}: this is not the drafter that was saved, or a changed setting undoes it"
+                    f"it began with {self.first:.4f}: this is not the drafter that was saved, or a setting undoes it"
                 )
         self._unproven = False
         self.first = loss if self.first is None else self.first

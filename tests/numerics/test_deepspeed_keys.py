@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from recipe.config.keys import known_keys
+from recipe.roles.optimizer_state import masters_unlike
 from tests.numerics.zero_ranks import Optimizer, error, masters, mean_gradients, norm_of, reference, steps
 
 CHAIN = ((1, 0, 2), (2, 2, 3), (4, 3, 4), (1, 4, 5))  # ranks, first step, last step
@@ -127,6 +128,7 @@ def try_chain(folder: Path, optimizer: Optimizer, *settings: str, bf16: bool = F
         assert norm == pytest.approx(norm_of(mean_gradients(last - 1, dtype)), rel=10 * exactness), where
         assert rate == pytest.approx(optimizer.rate(last, optimizer.highest())), where
         load = sorted(place.glob("part_*"))
+        assert not masters_unlike(load, torch.load(place / "weights.pt")), where
         assert len(load) == ranks
 
 
@@ -143,6 +145,20 @@ def test_ways_of_zero(tmp_path: Path, key: str, kind: str) -> None:
 def test_all_ways_of_zero_together(tmp_path: Path, kind: str) -> None:
     ways = {key: value for key, value in ZERO.items() if (key, kind) != ("zero_optimization.stage", "Muon")}
     try_chain(tmp_path, Optimizer(kind), *(f"{key}={json.dumps(value)}" for key, value in ways.items()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_layout_that_is_not_its_own_map_is_noticed_when_it_is_saved_and_when_it_is_restored(
+    tmp_path: Path, ranks: int
+) -> None:
+    """What made round_robin_gradients lose a run: masters under other parameters' names."""
+    shuffled = {"round_robin_gradients": True}
+    optimizer = Optimizer("AdamW")
+    steps(ranks, 0, 2, save=tmp_path / "part", settings=tuple(optimizer.settings()), unoffered=shuffled)
+    parts = sorted(tmp_path.glob("part_*"))
+    assert masters_unlike(parts, torch.load(tmp_path / "weights.pt"))
+    with pytest.raises(AssertionError, match="the master of"):
+        steps(1, 2, 3, parts, settings=tuple(optimizer.settings()))
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "Muon"])

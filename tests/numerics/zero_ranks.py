@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from recipe.config.load import load_config_text
 from recipe.roles.engine import build_engine, gradient_norm, learning_rate, step_was_skipped
-from recipe.roles.optimizer_state import Shards, load_state, save_state
+from recipe.roles.optimizer_state import Shards, load_state, save_state, unlike
 
 SHAPES = {"fc": (16, 40), "layers.0.up_proj": (24, 16), "layers.0.down_proj": (16, 24), "layers.1.o_proj": (7, 5)}
 NORMS = {"norm": 16, "layers.0.k_norm": 5}
@@ -131,7 +131,7 @@ def reference(
 
 
 def train(world: int, first: int, last: int, load: list[Path], save: Path | None, queue: Any, poison: int,
-          bad: float, bf16: bool, settings: tuple[str, ...]) -> None:  # fmt: skip
+          bad: float, bf16: bool, settings: tuple[str, ...], unoffered: dict[str, Any] | None) -> None:  # fmt: skip
     """One rank: steps [first, last) of a real engine; puts (weights, facts) of rank 0."""
     import deepspeed
     import torch.distributed as dist
@@ -147,13 +147,16 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
         f"gradient_accumulation_steps={accumulation}", "dflash.layout.device=cpu",
         f"dflash.layout.drafter_gpus={list(range(1, world + 1))}", f"bf16.enabled={str(bf16).lower()}",
         *settings,
-    ])  # fmt: skip
+    ]).deepspeed_dict(100, 1)  # fmt: skip
+    config["zero_optimization"] |= unoffered or {}
     module = Weights().bfloat16() if bf16 else Weights()
-    engine = build_engine(module, config.deepspeed_dict(100, 1))
+    engine = build_engine(module, config)
     facts = None
     if load:
         facts = torch.load(load[0].parent / "facts.pt")
         load_state(engine, load, facts)
+        different = unlike(engine, torch.load(load[0].parent / "weights.pt"))
+        assert not different, different
     skipped = []
     for step in range(first, last):
         for micro in range(accumulation):
@@ -167,6 +170,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
         facts = save_state(engine, save.with_name(f"part_{rank}_of_{world}.safetensors"))
         if rank == 0:
             torch.save(facts, save.parent / "facts.pt")
+            torch.save(engine.module.state_dict(), save.parent / "weights.pt")
     norm = gradient_norm(engine)
     if rank == 0:
         weights = [p.detach().float().numpy() for p in engine.module.parameters()]
@@ -199,7 +203,7 @@ def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: t
 
 def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None = None, save: Path | None = None,
           exact: bool = True, poison: int = -1, bad: float = math.nan, bf16: bool = False,
-          settings: tuple[str, ...] = ()) -> Any:  # fmt: skip
+          settings: tuple[str, ...] = (), unoffered: dict[str, Any] | None = None) -> Any:  # fmt: skip
     """(weights, skipped, norm, rate) after the steps on ``world`` forked ranks."""
     import deepspeed  # noqa: F401  before the fork: once instead of in every rank
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
@@ -209,7 +213,7 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
         port = free.getsockname()[1]
     context = get_context("fork")
     queue = context.Queue()
-    args = (first, last, load or [], save, poison, bad, bf16, settings)
+    args = (first, last, load or [], save, poison, bad, bf16, settings, unoffered)
     ranks = [context.Process(target=rank_main, args=(r, port, world, exact, queue, args)) for r in range(world)]
     for process in ranks:
         process.start()
