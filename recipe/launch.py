@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,9 @@ class Launch:
             if self.args.dry_run:
                 shutil.rmtree(self.run_dir.path.parent, ignore_errors=True)
         self._part()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a file on a full disk
+                stream.flush()
         os._exit(0)  # everything is closed and said; a library's exit handler must not be able to hang a finished run
 
     def _part(self) -> None:

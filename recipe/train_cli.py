@@ -52,13 +52,14 @@ def run(args: argparse.Namespace) -> int:
     resolved = _resolve_and_check(config, args, max(len(hosts), 1))
     if args.check and args.no_model:
         return 0
+    before = _last_launch(resolved)
     code, words = _launch(_command(args, config, hosts))
     if args.check:  # what stands in the run's own folder is of an older launch
         return _say_check(code, words)
     if words:
         print(_with_result(resolved, words), file=sys.stderr)  # after everything that the launcher says at an end
         return code or 1
-    return _confirm_done(resolved, code)
+    return _confirm_done(resolved, code, before)
 
 
 def _resolve_and_check(config: RunConfig, args: argparse.Namespace, nodes: int) -> RunConfig:
@@ -198,8 +199,18 @@ def _with_result(config: RunConfig, words: str) -> str:
     return f"error: the run is done ({status.message}), but its processes did not end well because of {culprit}"
 
 
-def _confirm_done(config: RunConfig, code: int) -> int:
-    """A launcher that was killed lets the runner end with 0: only the run itself can say that it is done."""
+def _last_launch(config: RunConfig) -> object:
+    """What tells the launch that last wrote the run's status.json from any other; None where there is none."""
+    from recipe.telemetry.status_fields import read_fields
+
+    return read_fields(Path(config.dflash.run.output_dir) / config.dflash.run.name / "status.json").get("launch")
+
+
+def _confirm_done(config: RunConfig, code: int, before: object) -> int:
+    """A launcher that was killed lets the runner end with 0: only the run itself can say that it is done.
+
+    ``before``: `_last_launch` when this one began, whose word on the end is not this one's.
+    """
     from recipe.telemetry.run_dir import RunDir
     from recipe.telemetry.status import read_status
 
@@ -207,6 +218,9 @@ def _confirm_done(config: RunConfig, code: int) -> int:
         run_dir = RunDir.open(Path(config.dflash.run.output_dir) / config.dflash.run.name)
     except ConfigError:
         print(f"error: the launcher ended with code {code}, before the run had made its folder", file=sys.stderr)
+        return code or 1
+    if before is not None and _last_launch(config) == before:
+        print(f"error: the launcher ended with code {code}, before the run had begun", file=sys.stderr)
         return code or 1
     status = read_status(run_dir)
     if status.state == "DONE" and code == 0:

@@ -14,8 +14,8 @@ from recipe.config.deepspeed_keys import RunConfig
 UNSAID = (
     "dflash.run.output_dir", "dflash.run.log_every", "dflash.run.save_every", "dflash.run.keep",
     "dflash.run.profile_interval", "dflash.telemetry", "dflash.evaluation", "dflash.layout", "dflash.ring.timeout_s",
-    "dflash.ring.max_bytes", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
-    "comms_logger", "tensorboard", "csv_monitor", "flops_profiler", "gradient_accumulation_steps", "train_batch_size",
+    "dflash.ring.max_bytes", "steps_per_print", "wall_clock_breakdown", "gradient_accumulation_steps",
+    "train_batch_size",
 )  # fmt: skip
 WITHOUT_EFFECT = {
     "dflash.drafter.init_from": ", which changes nothing: the weights are the checkpoint's",

@@ -144,19 +144,7 @@ def _steps(config: RunConfig, nodes: int) -> Iterator[ConfigError]:
         rates = " and ".join(map(str, config.optimizer.highest_rates))
         rule = f"differs from what optimizer.params sets ({rates}); one value has one owner"
         yield ConfigError("scheduler.params.warmup_max_lr", highest, rule, "remove it")
-    yield from _muon(config)
-    if not config.optimizer.params.torch_adam and config.dflash.layout.device == "cpu":
-        rule = "DeepSpeed's own Adam is compiled on first use and has no place on a CPU"
-        yield ConfigError("optimizer.params.torch_adam", False, rule, "set it to true, or remove it")
-
-
-def _muon(config: RunConfig) -> Iterator[ConfigError]:
-    if not isinstance(config.optimizer, Muon):
-        return
-    if config.zero_optimization.round_robin_gradients:
-        rule = "with it DeepSpeed does not know which part of a Muon matrix belongs to which rank"
-        yield ConfigError("zero_optimization.round_robin_gradients", True, rule, "remove it, or choose AdamW")
-    if config.zero_optimization.stage != 2:
+    if isinstance(config.optimizer, Muon) and config.zero_optimization.stage != 2:
         rule = "Muon needs the whole gradients of a matrix on the ranks that hold it, which stage 2 is made to give"
         yield ConfigError("zero_optimization.stage", config.zero_optimization.stage, rule, "set it to 2")
 

@@ -16,10 +16,14 @@ REASONS = {
     "zero_optimization.stage": "stages 1 and 2 are supported; stage 3 cuts the weights themselves: a few layers "
     "beside a frozen embedding and head do not need it, and export could not read them whole",
     "fp16.enabled": "fp16 would need loss scaling, which the exact loss normalisation excludes",
+    "bf16.check_grad_overflow": "DeepSpeed would apply gradients that are not finite, and every weight would be lost",
+    "optimizer.params.torch_adam": "DeepSpeed's own Adam is compiled on first use, and no test covers it",
     "train_micro_batch_size_per_gpu": "must be 1: one packed row is one DeepSpeed sample",
     "dflash.drafter.block_size": "must be an integer of at least 2: the anchor and one drafted token",
 }
 FIXES = {
+    "bf16.check_grad_overflow": "leave it true",
+    "optimizer.params.torch_adam": "set it to true, or remove it",
     "zero_optimization.stage": "set it to 2",
     "fp16.enabled": 'use "bf16": {"enabled": true} instead',
     "train_micro_batch_size_per_gpu": "set it to 1 and choose dflash.data.token_budget for the size of a micro-batch",

@@ -10,7 +10,8 @@ from functools import cache
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from recipe.config.deepspeed_keys import REFUSED, RunConfig
+from recipe.config.deepspeed_keys import RunConfig
+from recipe.config.refused_keys import REFUSED
 from recipe.errors import ConfigError, nearest
 
 #: The only places where ``"auto"`` means something to us.

@@ -18,6 +18,7 @@ from recipe.config.deepspeed_keys import RunConfig
 from recipe.config.explain import explain
 from recipe.config.keys import AUTO_KEYS, is_known, missing_key_error
 from recipe.config.paths import locate
+from recipe.config.refused_keys import drop_neutral
 from recipe.errors import ConfigError
 
 
@@ -59,6 +60,7 @@ def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "th
     raw = _parse_json(text, source)
     for override in overrides:
         _apply_override(raw, override)
+    drop_neutral(raw)
     errors = [
         ConfigError(
             field, "auto", '"auto" is not resolved by anybody here', f"give a value, or remove {field} for its default"

@@ -28,6 +28,7 @@ from recipe.roles.worlds import share_from_first
 from recipe.scene import Scene
 from recipe.shapes import model_folder
 from recipe.target.capture import decoder_of
+from recipe.telemetry.disk import reason
 from recipe.telemetry.run_dir import write_json
 from recipe.weights import Checkpoint
 
@@ -48,6 +49,7 @@ class InLoopEvaluator:
         self._steps: Generator[int, None, Evaluation] | None = None
         self._step = self._slices = 0
         self._began = 0.0
+        self._unreadable: str | None = None
         self.task = self._task() if scene.role.tp_rank == 0 else None
 
     def _task(self) -> Task:
@@ -79,7 +81,12 @@ class InLoopEvaluator:
 
     def begin(self, step: int, folder: Path) -> None:
         assert self._target is not None and self.task is not None
-        config, weights = load_export(folder)
+        self._step, self._unreadable = step, None
+        try:
+            config, weights = load_export(folder)
+        except (OSError, ConfigError) as error:  # a disk that fails must not end training
+            self._unreadable = reason(error)
+            return
         where, kind = self.scene.device, self.scene.target_dtype
         drafter = IncrementalDrafter(config, {name: tensor.to(where, kind) for name, tensor in weights.items()})
         decoder = SpeculativeDecoder(self._target, drafter, self._embedding, self._target.head)
@@ -89,10 +96,14 @@ class InLoopEvaluator:
             "dtype": str(kind).removeprefix("torch."), "target_tp": self.scene.role.tp, "in_loop": True,
         }  # fmt: skip
         self._steps = measuring(decoder, self.task, where, known=self._known, settings=settings)
-        self._step, self._slices, self._began = step, 0, time.monotonic()
+        self._slices, self._began = 0, time.monotonic()
 
     def work(self, seconds: float) -> dict[str, Any] | None:
-        assert self._steps is not None and self._target is not None and self.task is not None
+        assert self._target is not None and self.task is not None
+        if self._unreadable is not None:
+            self._target.leave()
+            return {"unread": self._unreadable}
+        assert self._steps is not None
         self._slices += 1
         deadline, found = time.monotonic() + seconds, None
         while found is None and time.monotonic() < deadline:
@@ -112,8 +123,13 @@ class InLoopEvaluator:
     def _report(self, found: Evaluation) -> dict[str, Any]:
         self._steps = None
         ties = sum(one.numeric_tie for one in found.mismatches)
-        write_json(self.mail.result(self._step), {"step": self._step, **found.to_dict()})
+        unwritten = None
+        try:
+            write_json(self.mail.result(self._step), {"step": self._step, **found.to_dict()})
+        except OSError as error:
+            unwritten = reason(error)
         return {
+            "unwritten": unwritten,
             "tau": found.tau,
             "tau_ci": found.tau_ci,
             "identical": found.identical_prompts,

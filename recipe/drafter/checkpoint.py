@@ -26,11 +26,20 @@ from recipe.drafter.config import DrafterConfig
 from recipe.drafter.integrity import FORMAT, STATE, damage, folder_name, seal, sum_of_file
 from recipe.drafter.to_disk import sync_file
 from recipe.errors import ConfigError, RunError
-from recipe.roles.optimizer_state import load_state, save_state
-from recipe.roles.worlds import gather_over_world, sum_over_world, world_barrier, world_place
+from recipe.roles.optimizer_state import load_state, masters_unlike, save_state, unlike
+from recipe.roles.worlds import gather_over_world, sum_over_world, world_place
+from recipe.telemetry.disk import reason
 from recipe.telemetry.run_dir import write_atomic, write_json
 
 LATEST, WEIGHTS, CONFIG = "latest", "weights.safetensors", "config.json"
+
+
+class SaveFailed(RunError):
+    """A checkpoint could not be written, on some rank; all ranks raise it, and what had been begun is gone."""
+
+
+class ResumeMismatch(RunError):
+    """What was restored is not what was saved."""
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -81,11 +90,13 @@ class Checkpoints:
         """``tick``: called whenever a piece of a file has reached the disk, for the watchdog."""
         self.folder, self.config, self.identity, self.schedule = folder, config, dict(identity), schedule
         self.keep, self.leader, self.device, self.tick = keep, leader, device, tick
+        self._read_back = False  # whether a checkpoint of this launch has been read: until then older ones stay
 
-    def save(self, engine: Any, step: int) -> Path:
+    def save(self, engine: Any, step: int, losses: Mapping[str, Any] | None = None) -> Path:
         """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint.
 
-        Raises RunError on the rank that could not write, after what was begun has been removed; older ones stay.
+        ``losses``: for `restore` to give back. Raises SaveFailed on every rank when one of them cannot write; older
+        checkpoints stay. The first save of a launch is read back before any of them goes.
         """
         final, staging = self.folder / folder_name(step), self.folder / f".{folder_name(step)}.tmp"
         self._together(step, lambda: self._begin(staging), staging)
@@ -93,19 +104,30 @@ class Checkpoints:
         sums: list[tuple[str, str]] = []
         self._together(step, lambda: facts.update(self._write(engine, staging, sums)), staging)
         of_all = dict(gather_over_world(sums))
-        self._together(step, lambda: self._publish(staging, final, step, facts, of_all), staging)
+        state = {"facts": facts, "losses": dict(losses or {})}
+        self._together(step, lambda: self._publish(staging, final, step, state, of_all), staging)
         return final
 
-    def restore(self, engine: Any, step: int) -> None:
-        """Load the checkpoint of ``step``, which the leader chose for all ranks; other numbers of ranks are fine."""
+    def restore(self, engine: Any, step: int) -> dict[str, Any]:
+        """Load the checkpoint of ``step``, which the leader chose for all ranks; other numbers of ranks are fine.
+
+        Returns the losses that were saved with it. Raises ResumeMismatch when the masters, or the weights that this
+        rank now works with, are not the weights that lie in the checkpoint.
+        """
         folder = self.folder / folder_name(step)
         state = json.loads((folder / STATE).read_text())
         files = [folder / name for name in sorted(state["files"]) if name.startswith("optimizer_")]
         shift = self.schedule.rate_step(step) - int(state["rate_step"])
         try:
             load_state(engine, files, state["engine"], shift)
+            weights = load_file(folder / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{folder} cannot be read: {error}") from error
+        if other := unlike(engine, weights):
+            raise ResumeMismatch(
+                f"restored from {folder}, {other[0]} is not the weight that was saved there (and {len(other) - 1} more)"
+            )
+        return dict(state.get("losses") or {})
 
     def clean(self) -> None:
         """Remove what saves that were interrupted have left. The leader's, before the run goes on."""
@@ -135,7 +157,7 @@ class Checkpoints:
         sums += [(name, sum_of_file(staging / name)) for name in ours]
         return facts
 
-    def _publish(self, staging: Path, final: Path, step: int, facts: dict[str, Any], sums: Mapping[str, str]) -> None:
+    def _publish(self, staging: Path, final: Path, step: int, known: dict[str, Any], sums: Mapping[str, str]) -> None:
         if not self.leader:
             return
         state = {
@@ -143,13 +165,18 @@ class Checkpoints:
             "step": step,
             "worlds": [asdict(world) for world in self.schedule.worlds],
             "rate_step": self.schedule.rate_step(step),
-            "engine": facts,
+            "engine": known["facts"],
+            "losses": known["losses"],
             "identity": self.identity,
             "files": {name: [(staging / name).stat().st_size, sums[name]] for name in sorted(sums)},
         }
         write_json(staging / STATE, seal(state))
         shutil.rmtree(final, ignore_errors=True)  # of an abandoned run: this step is being trained anew
         staging.rename(final)
+        if not self._read_back and (problem := damage(final) or _other_masters(final, sums)):
+            shutil.rmtree(final, ignore_errors=True)
+            raise OSError(f"{problem}, as read back")
+        self._read_back = True
         write_atomic(self.folder / LATEST, final.name + "\n")
         steps = steps_of(self.folder)
         # Later steps than this one are left over from before a resume from an earlier checkpoint.
@@ -168,13 +195,9 @@ class Checkpoints:
             return
         if self.leader:
             shutil.rmtree(staging, ignore_errors=True)
-        world_barrier()
-        if failed is not None:
-            kept = ", ".join(map(str, steps_of(self.folder))) or "none"
-            raise RunError(
-                f"the checkpoint of step {step} cannot be written: {failed.strerror or failed} (kept: step {kept})"
-            ) from failed
-        world_barrier()  # the rank that failed says so and ends the run; this one waits for that
+        why = gather_over_world([("", reason(failed))] if failed is not None else [])[0][1]
+        kept = ", ".join(map(str, steps_of(self.folder))) or "none"
+        raise SaveFailed(f"the checkpoint of step {step} cannot be written: {why} (kept: step {kept})") from failed
 
 
 def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterConfig, dict[str, torch.Tensor], int]:
@@ -205,6 +228,13 @@ def saved_state(folder: Path, step: int) -> dict[str, Any]:
     state = json.loads((folder / folder_name(step) / STATE).read_text())
     assert isinstance(state, dict)
     return state
+
+
+def _other_masters(folder: Path, names: Collection[str]) -> str | None:
+    """What in a checkpoint's optimizer files is not what its weights say, or None."""
+    weights = load_file(folder / WEIGHTS)
+    other = masters_unlike([folder / name for name in sorted(names) if name.startswith("optimizer_")], weights)
+    return f"the master of {other[0]} is not its weight in {folder}" if other else None
 
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from recipe.config import RunConfig
 from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.errors import ConfigError, RunError
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
+from recipe.telemetry.disk import DiskTrouble, reason
 from recipe.telemetry.gpu import GpuSampler, Sample, device_names, load_nvml
 from recipe.telemetry.gpu_roles import GpuNews, NodePost, flat, roles_of
 from recipe.telemetry.logline import TrainLog
+from recipe.telemetry.metrics import read_metrics
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
@@ -25,6 +29,7 @@ from recipe.telemetry.status_writer import StatusWriter
 from recipe.telemetry.wandb_run import WandbRun
 
 Export = Callable[[Path, int], Path]
+RESULTS = "results of evaluations (eval/)"
 
 
 def gate_tokens(config: RunConfig) -> int:
@@ -55,10 +60,16 @@ class Desk:
         self.reporter: RunReporter | None = None
         self.evaluations: list[dict[str, Any]] = []
         config = scene.config
-        write_atomic(run_dir.config_json, config.to_json())
         nvml = load_nvml(config.dflash.telemetry.gpu) if scene.device.type == "cuda" else None
-        write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=device_names(nvml)))
         self.log = TrainLog(run_dir.train_log)
+        self.trouble = DiskTrouble(self.log.event)
+        with self.trouble.survived("config.json"):
+            write_atomic(run_dir.config_json, config.to_json())
+        if not run_dir.config_json.exists():  # nothing is trained yet, and an export could not be made
+            fix = "make room, or choose another dflash.run.output_dir"
+            raise ConfigError("dflash.run.output_dir", str(run_dir.path), "its config.json cannot be written", fix)
+        with self.trouble.survived("provenance.json"):
+            write_json(run_dir.provenance_json, collect(config.model_dump(mode="json"), gpus=device_names(nvml)))
         self.status = StatusWriter(
             run_dir, scene.schedule.total_steps, stall_after_s=float(config.dflash.ring.timeout_s)
         )
@@ -130,7 +141,9 @@ class Desk:
             self.status.kernels(text)
 
     def train(self, first_step: int) -> RunReporter:
-        """Training starts now."""
+        """Training starts now: what an earlier launch came to is not the run's result any more."""
+        with self.trouble.survived("summary.json"):
+            self.run_dir.summary_json.unlink(missing_ok=True)
         self.status.first_step(compiles=self.scene.device.type == "cuda")
         schedule = self.scene.schedule
         self.reporter = RunReporter(
@@ -145,6 +158,7 @@ class Desk:
             epoch_of=schedule.epoch_of,
             log_metrics=self.wandb.log if self.wandb is not None else lambda record: None,
             gpu_window=self._gpu_news.window,
+            trouble=self.trouble,
         )
         return self.reporter
 
@@ -158,6 +172,13 @@ class Desk:
     def evaluated(self, answer: dict[str, Any]) -> None:
         """Real decoding of the drafter of an earlier step, by the target ranks."""
         assert self.reporter is not None
+        if why := answer.get("unread"):
+            self.log.event(f"warning: step {answer['step']} is not evaluated: its drafter cannot be read ({why})")
+            return
+        if why := answer.get("unwritten"):
+            self.trouble.failed(RESULTS, why)
+        else:
+            self.trouble.worked(RESULTS)
         self.evaluations.append(answer)
         step, tau = int(answer["step"]), answer["tau"]
         ties = f" ({answer['ties']} numeric tie(s))" if answer["ties"] else ""
@@ -184,9 +205,15 @@ class Desk:
             self._close(0)
             return
         self.status.phase("exporting")
-        export = export_run(self.run_dir.path, steps)
+        try:
+            export = export_run(self.run_dir.path, steps)
+        except (OSError, SafetensorError, ConfigError) as error:
+            rule = f"all {steps} steps are trained and saved, but the export cannot be written: {reason(error)}"
+            raise RunError(f"{rule}; mend that, then --resume writes it") from error
         verdict = self.reporter.bottleneck()
-        last = self.reporter.last
+        # A resume that had only the export left to do has trained no step.
+        known = read_metrics(self.run_dir.metrics_jsonl)
+        last = self.reporter.last or next((record for record in reversed(known) if "loss" in record), {})
         summary = {
             "steps": steps,
             "final_loss": last.get("loss"),
@@ -205,7 +232,8 @@ class Desk:
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
             summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
-        write_json(self.run_dir.summary_json, summary)
+        with self.trouble.survived("summary.json"):
+            write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
         for line in self._accounts():
             self.log.event(line)
@@ -239,7 +267,5 @@ class Desk:
         self._sampler.stop()
         if self.wandb is not None:
             self.wandb.finish(code)
-        if self.reporter is not None:
-            self.reporter.close()
         self.status.close()
         self.log.close()

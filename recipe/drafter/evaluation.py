@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from safetensors import SafetensorError
-
 from recipe.drafter.model import DFlashDrafter
 from recipe.evaluations import Evaluations
 from recipe.export_layout import write_folder
+from recipe.telemetry.disk import DiskTrouble
 
+DRAFTERS = "drafters to evaluate (eval/)"
 POLL_S = 0.2
 
 
@@ -20,7 +20,7 @@ class EvaluationClerk:
 
     Args:
         told: called with each answer: step, tau, tau_ci, identical, ties, prompts, seconds, elapsed_s, slices.
-        event: a line for the log.
+        event: a line for the log; ``trouble``: where a full disk is said.
         tick: called while waiting for the last answers.
     """
 
@@ -32,10 +32,11 @@ class EvaluationClerk:
         steps: int,
         told: Callable[[dict[str, Any]], None],
         event: Callable[[str], None],
+        trouble: DiskTrouble,
         tick: Callable[[], None],
     ) -> None:
         self.mail, self.module, self.every, self.steps = mail, module, every, steps
-        self.told, self.event, self.tick = told, event, tick
+        self.told, self.event, self.trouble, self.tick = told, event, trouble, tick
 
     def start(self, first_step: int) -> None:
         """Before the first step. The step that a run resumes from is asked for again if it was never answered."""
@@ -66,12 +67,14 @@ class EvaluationClerk:
     def _ask(self, step: int) -> None:
         config = self.module.config
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.state_dict().items()}
-        try:
+        written = False
+        with self.trouble.survived(DRAFTERS):
             write_folder(self.mail.weights(step), config.to_dict(), tensors, lambda folder: None)
-        except (OSError, SafetensorError) as error:  # a full disk must not end training
-            self.event(f"step {step} is not evaluated: its drafter cannot be written ({error})")
-            return
-        self.mail.ask(step)
+            written = True
+        if written:
+            self.mail.ask(step)
+        else:
+            self.event(f"step {step} is not evaluated")
 
     def _collect(self) -> None:
         for answer in self.mail.answers():

@@ -13,6 +13,7 @@ from recipe.config import RunConfig
 from recipe.drafter.trainer import StepFacts
 from recipe.ring import Ring
 from recipe.roles.engine import peak_memory_bytes
+from recipe.telemetry.disk import DiskTrouble
 from recipe.telemetry.logline import TrainLog, format_line
 from recipe.telemetry.metrics import Metrics
 from recipe.telemetry.profile import Profile, Verdict
@@ -56,11 +57,12 @@ class RunReporter:
         epoch_of: Callable[[int], int],
         log_metrics: Callable[[dict[str, Any]], None],
         gpu_window: Callable[[], list[dict[str, Any]]],
+        trouble: DiskTrouble,
     ) -> None:
         ours = config.dflash
         self.config, self.log, self.status, self.ring, self.device = config, log, status, ring, device
         self.steps, self.epoch_of, self.log_metrics, self.gpu_window = steps, epoch_of, log_metrics, gpu_window
-        self.metrics = Metrics(run_dir, steps, resume_step=first_step if first_step else None)
+        self.metrics = Metrics(run_dir, steps, resume_step=first_step if first_step else None, trouble=trouble)
         self.profile = Profile(
             ours.run.profile_interval,
             producers=len(ours.layout.target_gpus) // ours.layout.target_tp,
@@ -118,9 +120,6 @@ class RunReporter:
     def bottleneck(self) -> Verdict:
         """The slower side over the whole training."""
         return self.profile.total()
-
-    def close(self) -> None:
-        self.metrics.close()
 
     def _watch_ring(self) -> Verdict | None:
         """Targets: seconds without room in the ring. Drafters: seconds that this one's training stood still for it (the

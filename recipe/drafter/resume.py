@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from recipe.data.schedule import Schedule, World, continued, world_of
 from recipe.drafter.checkpoint import choose, mismatch, saved_state
 from recipe.drafter.identity import identity
 from recipe.errors import ConfigError
+from recipe.export_layout import load_export
 from recipe.shapes import TargetShape
 
 
@@ -50,13 +52,25 @@ def plan_resume(config: RunConfig, rows: Rows, nodes: int) -> Resume:
     saved = worlds_from_json(state["worlds"])
     worlds = continued(saved, world_of(config, nodes, step))
     schedule = Schedule.of(config, rows.lengths, nodes, worlds)
-    if step > schedule.total_steps or (step == schedule.total_steps and (folder.parent / "summary.json").exists()):
+    if step > schedule.total_steps or (step == schedule.total_steps and _is_done(folder.parent, step)):
         rule = f"the run has done all of its {schedule.total_steps} steps already"
         raise ConfigError("--resume", run.name, rule, "raise run.max_steps, or start another run")
     if worlds[-1].since == step and len(worlds) > 1:
         notes += _describe(worlds[-2], worlds[-1])
         _check_ring(config, schedule, rows)
     return Resume(step, worlds, notes)
+
+
+def _is_done(run: Path, step: int) -> bool:
+    """Whether the summary of ``run`` is of ``step``, and the export that it names is whole: an older one says nothing
+    of this step. A run that is not done has its export written again."""
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+        named = Path(summary["export"])
+        load_export(named if named.is_dir() else run / "export" / named.name)  # the run's folder may have been moved
+        return bool(summary["steps"] == step)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, ConfigError):
+        return False
 
 
 def _describe(before: World, now: World) -> Sequence[str]:

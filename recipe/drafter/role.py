@@ -15,11 +15,11 @@ from recipe.drafter.evaluation import EvaluationClerk
 from recipe.drafter.feed import Feed
 from recipe.drafter.health import Health
 from recipe.drafter.identity import identity
+from recipe.drafter.losses import Losses
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
-from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
 from recipe.roles.engine import build_engine, name_bad_gradients
 from recipe.roles.worlds import world_barrier
@@ -40,7 +40,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         sampler = start_sampler(scene, load_nvml(scene.config.dflash.telemetry.gpu))
     embedding, head = _frozen(scene)
     engine = _engine(scene)
-    checkpoints = _checkpoints(scene, engine)
+    checkpoints, losses = _checkpoints(scene, engine)
     feed = _feed(scene)
     _wait_for_the_reservoir(scene, desk)
     run = scene.config.dflash.run
@@ -66,6 +66,7 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         log_every=run.log_every,
         save_every=run.save_every,
         max_skipped=run.max_skipped_steps,
+        losses=losses,
         moved=moved,
     )
     _train(scene, trainer, desk)
@@ -80,8 +81,9 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         desk.finish(export)
 
 
-def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
+def _checkpoints(scene: Scene, engine: Any) -> tuple[Checkpoints, Losses]:
     """Where checkpoints go; when the run is resumed, ``engine`` has been loaded from the agreed one."""
+    losses: dict[str, Any] = {}
     leads = scene.role.is_leader
     checkpoints = Checkpoints(
         scene.run_path / "checkpoints",
@@ -95,8 +97,10 @@ def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
     )
     if scene.resume:
         checkpoints.clean()
-        checkpoints.restore(engine, scene.first_step)
-    return checkpoints
+        losses = checkpoints.restore(engine, scene.first_step)
+    ours = scene.config.dflash
+    setting = {"objective": ours.objective.model_dump(mode="json"), "target dtype": ours.target.dtype}
+    return checkpoints, Losses(setting, losses)
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -137,6 +141,7 @@ def _clerk(scene: Scene, desk: Desk | None, module: DFlashDrafter) -> Evaluation
         scene.schedule.total_steps,
         desk.evaluated,
         desk.log.event,
+        desk.trouble,
         waits,
     )
     clerk.start(scene.first_step)
@@ -166,10 +171,6 @@ def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
 
 def _engine(scene: Scene) -> Any:
     """The drafter under ZeRO. Weights are the same on every rank: drawn from the seed, or read from init_from."""
-    bf16 = scene.config.bf16
-    if bf16.enabled and not bf16.check_grad_overflow:
-        rule = "DeepSpeed would apply gradients that are not finite, and every weight would be lost"
-        raise ConfigError("bf16.check_grad_overflow", False, rule, "leave it true")
     scene.watchdog.progress("building the drafter")
     ours = scene.config.dflash
     mask_id = ours.drafter.mask_token_id

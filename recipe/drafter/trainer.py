@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from recipe.drafter.checkpoint import Checkpoints
+from recipe.drafter.checkpoint import Checkpoints, SaveFailed
 from recipe.drafter.feed import Feed
 from recipe.drafter.health import Health, SkipCount, as_pairs, causes, counts
+from recipe.drafter.losses import Losses
 from recipe.drafter.objective import Objective
 from recipe.errors import RunError
 from recipe.roles.engine import MasterSample, gradient_norm, learning_rate, step_was_skipped
@@ -65,6 +66,7 @@ class Trainer:
         embedding, head: the target's, frozen, [V, H] each.
         health: looks for numbers that are not finite; ``who`` is this rank's name in what it finds.
         scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (deepspeed.md §3).
+        losses: what tells whether a resumed run goes on where it was.
         moved: called with (phase, step, steps) after every step and before a save, for the watchdog.
     """
 
@@ -84,12 +86,13 @@ class Trainer:
         log_every: int,
         save_every: int,
         max_skipped: int,
+        losses: Losses,
         moved: Callable[[str, int, int], None],
     ) -> None:
         self.engine, self.feed, self.objective = engine, feed, objective
         self.embedding, self.head, self.checkpoints, self.reporter = embedding, head, checkpoints, reporter
         self.scale, self.log_every, self.save_every = scale, log_every, save_every
-        self.moved, self.health, self.who = moved, health, who
+        self.moved, self.health, self.who, self.losses = moved, health, who, losses
         self.device = embedding.device
         self._window: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
@@ -114,10 +117,7 @@ class Trainer:
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 self._flush(step + 1)
             if self.checkpoints is not None and ((step + 1) % self.save_every == 0 or step + 1 == steps):
-                self.moved("saving", step + 1, steps)
-                self.reporter.saving()
-                self._refuse_bad_weights(step + 1)
-                self.checkpoints.save(self.engine, step + 1)
+                self._save(self.checkpoints, step + 1, steps)
             self.moved("training", step + 1, steps)
 
     def _totals(self, step: int) -> StepTotals:
@@ -172,6 +172,19 @@ class Trainer:
         if any(kind == "weights" for kind, _ in found):
             raise Diverged(step, f"step {step}: {cause}")
 
+    def _save(self, checkpoints: Checkpoints, step: int, steps: int) -> None:
+        """A disk that is full now may not be at the next save: only the last one has to succeed."""
+        self.moved("saving", step, steps)
+        self.reporter.saving()
+        self._refuse_bad_weights(step)
+        try:
+            checkpoints.save(self.engine, step, self.losses.to_json())
+        except SaveFailed as error:  # on all ranks
+            if step == steps:
+                raise
+            again = min(step + self.save_every - step % self.save_every, steps)
+            self.reporter.event(f"warning: {error}; training goes on, and step {again} is to be saved")
+
     def _refuse_bad_weights(self, step: int) -> None:
         """A checkpoint that could not be used must not push out one that can."""
         if not self.health.weights_are_finite():
@@ -186,5 +199,6 @@ class Trainer:
         if unmoved:
             self.reporter.count(unmoved=int(unmoved))
             self.reporter.event(f"weights did not change in {unmoved:.0f} step(s) x rank(s) up to step {step}")
-        pairs = zip(summed[::2], summed[1::2], strict=True)
-        self.reporter.flush(step, dict(zip(names, pairs, strict=True)))
+        pairs = dict(zip(names, zip(summed[::2], summed[1::2], strict=True), strict=True))
+        self.reporter.flush(step, pairs)
+        self.losses.add(*pairs.get("loss", (0.0, 0.0)))

@@ -11,7 +11,7 @@ only: nothing that is read here can run code, as DeepSpeed's own (universal) che
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,31 @@ def load_state(engine: Any, files: Sequence[Path], facts: dict[str, Any], lr_shi
         if iteration >= 0:
             engine.lr_scheduler.step(iteration)  # also sets the rate of the next step
     optimizer.update_lp_params()
+
+
+def unlike(engine: Any, weights: Mapping[str, Tensor]) -> list[str]:
+    """What does not equal ``weights`` (whole, as they were saved) on this rank, bit for bit: this rank's part of the
+    masters, rounded as the weights are, and all of the weights that it works with."""
+    optimizer, found = engine.optimizer, []
+    for index in range(len(optimizer.bit16_groups)):
+        flat = optimizer.single_partition_of_fp32_groups[index].detach()
+        for name, start, place in _owned(optimizer, index):
+            part = weights[name].flatten()[start : start + place.stop - place.start].to(flat.device)
+            if not torch.equal(flat[place].to(part.dtype), part):
+                found.append(f"the master of {name}")
+    for name, weight in engine.module.state_dict().items():
+        if not torch.equal(weight.detach().cpu(), weights[name].to(weight.dtype)):
+            found.append(name)
+    return found
+
+
+def masters_unlike(files: Sequence[Path], weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of the ``weights`` that the masters in ``files``, rounded as the weights are, do not equal bit for bit."""
+    shards = Shards(files)
+    masters = {name: shards.read(MASTER, name, 0, weight.numel()) for name, weight in weights.items()}
+    return [
+        name for name, one in masters.items() if not torch.equal(one.to(weights[name].dtype), weights[name].flatten())
+    ]
 
 
 def _owned(optimizer: Any, group: int) -> Iterator[tuple[str, int, slice]]:

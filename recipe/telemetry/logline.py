@@ -8,8 +8,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
+from recipe.telemetry.disk import DiskTrouble, Lines
 from recipe.telemetry.provenance import redact_text
 
 GIB = 2**30
@@ -59,27 +61,22 @@ def _number(value: float | None, form: str) -> str:
 
 
 class TrainLog:
-    """Prints lines and appends them to train.log, redacted and flushed one by one.
-
-    A full disk must not end a run of days: the first failed write is reported on stdout, later ones are silent.
-    """
+    """Prints lines and appends them to train.log, redacted and flushed one by one. Trouble with the disk is printed."""
 
     def __init__(self, path: str | os.PathLike[str], stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._file: TextIO | None = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in close)
-        self._failed = False
+        self._lines: Lines | None = Lines(path, DiskTrouble(self._print))
 
     def line(self, text: str) -> None:
         """A line as it is (the step line)."""
         text = redact_text(text)
-        print(text, file=self._stream, flush=True)
-        try:
-            if self._file is not None:
-                self._file.write(text + "\n")
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                print(f"warning: train.log cannot be written ({error.strerror})", file=self._stream, flush=True)
+        self._print(text)
+        if self._lines is not None:
+            self._lines.write(text + "\n")
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError):  # the terminal may be a file on the same full disk
+            print(text, file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """An event that goes to the file alone, because the terminal has it already."""
@@ -92,7 +89,5 @@ class TrainLog:
         self.line(f"[{time.strftime('%H:%M:%S', time.gmtime())}] {text}")
 
     def close(self) -> None:
-        """Close the file; later lines are only printed."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Later lines are only printed."""
+        self._lines = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.telemetry.disk import DiskTrouble, Lines
 from recipe.telemetry.run_dir import RunDir, write_atomic
 
 
@@ -27,15 +28,19 @@ class Metrics:
     the resumed run will write again, and a last line that a crash cut short.
     """
 
-    def __init__(self, run_dir: RunDir, steps: int, resume_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: RunDir, steps: int, resume_step: int | None = None, trouble: DiskTrouble | None = None
+    ) -> None:
         self._path = run_dir.metrics_jsonl
         self.steps = steps
+        trouble = trouble or DiskTrouble()
+        known = read_metrics(self._path)
         if resume_step is not None:
-            kept = [record for record in read_metrics(self._path) if record.get("step", 0) <= resume_step]
-            write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in close)
-        self._write_failed = False
-        self._skipped_total = sum(count_of(record, "skipped") for record in read_metrics(self._path))
+            known = [record for record in known if record.get("step", 0) <= resume_step]
+            with trouble.survived(self._path.name):
+                write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in known))
+        self._lines = Lines(self._path, trouble)
+        self._skipped_total = sum(count_of(record, "skipped") for record in known)
         self._reset()
 
     def _reset(self) -> None:
@@ -105,16 +110,7 @@ class Metrics:
         self._append({"step": step, **{f"eval_{key}": value for key, value in values.items()}, "time": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(record) + "\n")
-        except OSError as error:  # a full disk must not end training; the log line still shows the numbers
-            if not self._write_failed:
-                print(f"warning: metrics.jsonl cannot be written ({error.strerror})", flush=True)
-            self._write_failed = True
-
-    def close(self) -> None:
-        """Close metrics.jsonl; an unflushed window is not written."""
-        self._file.close()
+        self._lines.write(json.dumps(record) + "\n")  # the log line shows the numbers too
 
 
 def count_of(record: Mapping[str, Any], key: str) -> int:

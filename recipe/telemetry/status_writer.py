@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from recipe.telemetry.disk import DiskTrouble
 from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import redact_text
 from recipe.telemetry.run_dir import RunDir, write_json
@@ -51,7 +52,8 @@ class StatusWriter:
         self._intervals: deque[float] = deque(maxlen=_RECENT)
         self._last_step: tuple[int, float] | None = None
         self._counting: tuple[str, float, float] | None = None  # label, first count, when
-        self._terminal = self._superseded = self._write_failed = False
+        self._terminal = self._superseded = False
+        self._trouble = DiskTrouble()
         self._fields: dict[str, Any] = {
             "launch": self.launch,
             "process": ProcessId.own().to_dict(),
@@ -207,18 +209,13 @@ class StatusWriter:
                 fields = {**self._fields, "heartbeat": _now()}
             if self._superseded:
                 return
-            try:
-                with _file_lock(self._path):
-                    current = {} if first else read_fields(self._path)
-                    if current and current.get("launch") != self.launch:
-                        self._superseded = True  # a newer launch reports now
-                    elif current.get("phase") not in TERMINAL:
-                        # Not synced to disk: it is rewritten every few seconds, and a slow disk must not hold it up.
-                        write_json(self._path, fields, durable=fields["phase"] in TERMINAL)
-            except OSError as error:
-                if not self._write_failed:
-                    print(f"warning: status.json cannot be written ({error.strerror})", flush=True)
-                self._write_failed = True
+            with self._trouble.survived("status.json"), _file_lock(self._path):
+                current = {} if first else read_fields(self._path)
+                if current and current.get("launch") != self.launch:
+                    self._superseded = True  # a newer launch reports now
+                elif current.get("phase") not in TERMINAL:
+                    # Not synced to disk: it is rewritten every few seconds, and a slow disk must not hold it up.
+                    write_json(self._path, fields, durable=fields["phase"] in TERMINAL)
 
 
 def mark_dead(run_dir: RunDir, rank: int | None, role: str | None, cause: str, launch: str | None = None) -> bool:

@@ -6,6 +6,8 @@ holds the ring's mutex, between two file operations of a save, or half a second 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import resource
@@ -120,6 +122,15 @@ def fill_the_disk() -> None:
             return
 
 
+def use_up_the_inodes() -> None:
+    """Really: that file system takes no further file from now on, though files may grow."""
+    folder = Path(os.environ["FILL"]) / "ballast"
+    with contextlib.suppress(OSError):
+        folder.mkdir()
+        for number in itertools.count():
+            (folder / str(number)).touch()
+
+
 def lose_the_store() -> None:
     """Cut this process's connections to the control store, as a broken network does."""
     port = int(os.environ["MASTER_PORT"])
@@ -144,6 +155,7 @@ MANNERS: dict[str, Callable[[], None]] = {
     "hang": hang,
     "out of memory": run_out_of_memory,
     "full disk": fill_the_disk,
+    "no inodes": use_up_the_inodes,
     "lost store": lose_the_store,
 }
 

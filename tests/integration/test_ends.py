@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.export_layout import load_export
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status import read_status
 from tests.integration.launches import ForkServer
@@ -51,3 +53,23 @@ def test_a_store_lost_at_the_very_end_does_not_hide_that_the_run_is_done(place: 
     last = launch.output.splitlines()[-1]
     assert last.startswith("error: the run is done (10 steps, export in ") and "because of rank 3 (drafter 1" in last
     assert Path(place.summary("late")["export"]).is_dir()
+
+
+def test_an_older_summary_says_nothing_of_a_later_step(place: Place) -> None:
+    """Trained to step 6, then to 10, where the export fails: it is done again, and only then the run is over."""
+    run = place.folder / "runs" / "stale"
+    place.train("stale", "dflash.run.max_steps=6")
+    place.resume("stale", code=1, DEATH={"rank": 2, "moment": "phase", "phase": "exporting", "manner": "exception"})
+    assert (run / "checkpoints/step_00000010").is_dir() and not (run / "summary.json").exists()
+    place.resume("stale")
+    assert place.summary("stale")["steps"] == 10 and isinstance(place.summary("stale")["final_loss"], float)
+    weights = run / "export/step_00000010/model.safetensors"
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-9]), weights.unlink):
+        assert "has done all of its 10 steps already" in place.resume("stale", code=2).output
+        damage()
+        place.resume("stale")
+        load_export(weights.parent)
+    summary = place.summary("stale")
+    (run / "summary.json").write_text(json.dumps({**summary, "steps": 6}))  # as an older version left it
+    place.resume("stale")
+    assert place.summary("stale")["steps"] == 10

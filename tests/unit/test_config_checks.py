@@ -185,7 +185,6 @@ class TestStructure:
             (["train_batch_size=4"], "train_batch_size", "1 x 1 x 2 = 2"),
             (["train_batch_size=8"], "train_batch_size", "gradient_accumulation_steps to 4"),
             (["train_batch_size=7"], "train_batch_size", "target ranks do not train"),
-            (["optimizer.params.torch_adam=false"], "optimizer.params.torch_adam", "compiled"),
             (
                 ['scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}'],
                 "scheduler.params.warmup_max_lr",
@@ -200,11 +199,6 @@ class TestStructure:
                 "(0.1 and 0.0006)",
             ),
             (['optimizer={"type": "Muon"}', "zero_optimization.stage=1"], "zero_optimization.stage", "stage 2"),
-            (
-                ['optimizer={"type": "Muon"}', "zero_optimization.round_robin_gradients=true"],
-                "zero_optimization.round_robin_gradients",
-                "choose AdamW",
-            ),
             (["dflash.drafter.num_key_value_heads=4"], "dflash.drafter.num_key_value_heads", "divide"),
             (["dflash.drafter.sliding_window=4"], "dflash.drafter.sliding_window", "block_size = 8"),
             (["dflash.drafter.init_from=nowhere"], "dflash.drafter.init_from", "config.json"),

@@ -112,7 +112,6 @@ def test_resume_drops_what_will_be_written_again(run: RunDir) -> None:
         metrics.step(1, 0, 1, skipped=step != 10)
         metrics.flush(step)
     assert metrics.skipped_total == 2
-    metrics.close()
     with open(run.metrics_jsonl, "a") as file:
         file.write('{"step": 40, "los')  # the process was killed here
     resumed = Metrics(run, steps=100, resume_step=20)
