@@ -104,7 +104,6 @@ def test_two_nodes_reach_metrics_status_and_report(tmp_path: Path, capsys: pytes
     assert "gpus      node 1 target: 2 GPUs, 5 % busy (lowest 0 %)" in screen and "350 W each, 0 °C" in screen
     assert "kernels   torch's functions" in screen
     assert "node1/drafter" in build(run_dir) and "GPU utilisation (%)" in build(run_dir)
-    metrics.close()
     run_dir.close()
 
 
