@@ -28,6 +28,7 @@ from recipe.data.schedule import Schedule
 from recipe.drafter.checkpoint import steps_of
 from recipe.drafter.resume import Resume, plan_resume, worlds_from_json
 from recipe.errors import ConfigError, RunError
+from recipe.process import ProcessId
 from recipe.ring import Ring, ring_path
 from recipe.roles import last_words
 from recipe.roles.network import settle_interface
@@ -38,7 +39,6 @@ from recipe.roles.watchdog import SLOW_S, Watchdog
 from recipe.roles.worlds import init_world, leave_world, pick_device
 from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, is_run
 from recipe.telemetry.status_writer import mark_dead
 

@@ -64,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     quieten()
     args = parse_arguments(argv)
+    from recipe.process import die_with_parent
     from recipe.roles import last_words
     from recipe.roles.node_watch import NodeWatch
-    from recipe.roles.process import die_with_parent
 
     die_with_parent()
     watch = NodeWatch()

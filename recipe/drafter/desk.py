@@ -11,11 +11,11 @@ from recipe.config import RunConfig
 from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.process import ProcessId
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
 from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
 from recipe.telemetry.logline import TrainLog
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
 from recipe.telemetry.status_writer import StatusWriter

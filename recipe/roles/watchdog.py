@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from recipe.roles import last_words, process
+from recipe import process
+from recipe.roles import last_words
 from recipe.roles.node_watch import STARVED_S, NodeWatch, Report
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore

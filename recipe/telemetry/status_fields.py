@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe.telemetry.process import ProcessId
+from recipe.process import ProcessId
 
 NUMBERS = ("step", "steps", "loss", "tokens_per_s", "eta_s", "phase_eta_s", "done", "total", "expect_s", "rank",
            "heartbeat_interval_s")  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from recipe.telemetry.process import ProcessId
+from recipe.process import ProcessId
 from recipe.telemetry.provenance import redact_text
 from recipe.telemetry.run_dir import RunDir, write_json
 from recipe.telemetry.status_fields import read_fields
