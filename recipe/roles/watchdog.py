@@ -4,7 +4,7 @@ Threads, because a Python signal handler does not run while the main thread sits
 `recipe/train.py` blocks SIGTERM and SIGINT everywhere, and `NodeWatch` collects them. That thread looks at this node
 and never blocks; it asks `Watchdog._look` too. The thread here talks to the control store: heartbeats, the abort flag,
 and on rank 0 everybody's heartbeats (a lost node). Whoever sees something first raises the flag; every rank obeys it
-within a second. reference/deepspeed.md §2.
+within a second. What the launcher itself does: docs/deepspeed.md.
 """
 
 from __future__ import annotations
