@@ -91,7 +91,7 @@ run_tests() {
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   "$venv/bin/ruff" check .
   "$venv/bin/ruff" format --check .
-  "$venv/bin/mypy" recipe
+  "$venv/bin/mypy" recipe tools
   local pytest=("$venv/bin/python" -m pytest -m "not slow and not gpu")
   if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
   # One-process tests two at a time; those that start processes of their own one after the other, as they time them.

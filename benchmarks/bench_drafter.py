@@ -3,7 +3,7 @@
     python benchmarks/bench_drafter.py [--shape 27b|smollm2] [--tokens N] [--block B] [--anchors A] [--soft] [--profile]
     python benchmarks/bench_drafter.py --pieces eager --head torch     the same without our fused kernels
 
-FLOP/s count useful work as reference/performance.md does: 6·(P - fc)·Q + 6·(fc + kv)·C + 4·H·V·Q with Q block rows and
+FLOP/s count useful work as docs/performance.md does: 6·(P - fc)·Q + 6·(fc + kv)·C + 4·H·V·Q with Q block rows and
 C context tokens, and 2·H·V·Q more for the teacher of soft labels. The optimizer is not included.
 """
 

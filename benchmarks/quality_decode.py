@@ -1,7 +1,7 @@
 """What a drafter of SmolLM2-135M-Instruct is worth in real decoding: tau, losslessness and wall-clock, by domain.
 
 Domains: held-out GSM8K questions (`quality_smollm2.py rows` makes them), HumanEval's coding prompts and openings of
-chats between people, both of which no drafter of the yardstick's setting was trained on.
+chats between people, both of which no drafter of docs/quality.md's setting was trained on.
 
     python benchmarks/quality_decode.py prompts                     prompt files -> data/quality-prompts (CPU, a wheel)
     python benchmarks/quality_decode.py measure EXPORT [EXPORT …]   about a minute for one export on an H200

@@ -1,4 +1,4 @@
-"""How good a drafter becomes on a real small model, in the setting of the stored yardstick, through the real pipeline.
+"""How good a drafter becomes on a real small model, in the setting of docs/quality.md, through the real pipeline.
 
 Target: SmolLM2-135M-Instruct (`./run.sh fetch-smollm2`). Data: its own greedy answers to the GSM8K training questions
 (JSONL with ``prompt``, rendered, and ``answer``; 7,473 rows), 256 of them held out. One optimizer step: one micro-batch

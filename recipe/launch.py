@@ -29,18 +29,17 @@ from recipe.data.schedule import Schedule
 from recipe.drafter.checkpoint import steps_of
 from recipe.drafter.resume import Resume, plan_resume, worlds_from_json
 from recipe.errors import ConfigError, RunError
+from recipe.process import ProcessId, secret_of
 from recipe.ring import Ring, ring_path
 from recipe.roles import last_words
 from recipe.roles.network import settle_interface
 from recipe.roles.node_watch import NodeWatch
-from recipe.roles.process import secret_of
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 from recipe.roles.watchdog import SLOW_S, Watchdog
 from recipe.roles.worlds import init_world, leave_world, pick_device
 from recipe.scene import START_UP_S, Scene
 from recipe.shapes import TargetShape
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, is_run
 from recipe.telemetry.status_writer import mark_dead
 

@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     quieten()
     args = parse_arguments(argv)
+    from recipe.process import die_with_parent, free_children
     from recipe.roles import last_words
     from recipe.roles.node_watch import NodeWatch
-    from recipe.roles.process import die_with_parent, free_children
 
     die_with_parent()
     free_children(blocked)

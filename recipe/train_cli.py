@@ -134,8 +134,8 @@ def _launch(command: list[str]) -> tuple[int, str]:
 
     Returns the exit code and the line in which the run said why it ended (empty when it said nothing).
     """
+    from recipe.process import adopt_orphans, children_of, die_with_parent, wait_for_children
     from recipe.roles import last_words
-    from recipe.roles.process import adopt_orphans, children_of, die_with_parent, wait_for_children
 
     adopt_orphans()
     others = {pid for _, pid in children_of(os.getpid())}

@@ -4,7 +4,7 @@ The context enters a layer only through that layer's key and value projections, 
 values are kept and never computed again. The block's own keys and values are written behind them for the moment of one
 forward and overwritten by the next: they never become context.
 
-Works on the parameters under their z-lab names (reference/dflash.md §4), from a module or from a state dict.
+Works on the parameters under their z-lab names (docs/algorithm.md), from a module or from a state dict.
 """
 
 from __future__ import annotations

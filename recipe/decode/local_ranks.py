@@ -24,7 +24,7 @@ from torch import nn
 
 from recipe.decode.sharded import ShardedTarget, follow, leading_target
 from recipe.errors import ConfigError, RunError
-from recipe.roles.process import die_with_parent
+from recipe.process import die_with_parent
 from recipe.shapes import TargetShape
 
 PATIENCE_S = 8.0  # for this process to notice a dead rank by itself, which inside an NCCL call it cannot

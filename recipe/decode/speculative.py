@@ -1,4 +1,4 @@
-"""Block-speculative decoding (reference/dflash.md §5): the drafter proposes a block, one target forward checks it.
+"""Block-speculative decoding (docs/algorithm.md): the drafter proposes a block, one target forward checks it.
 
 At the top of every round the target and the drafter's context have seen the positions below ``start``; the token at
 ``start`` (the anchor) is committed but has not been run. The first token comes from the prefill and is not counted: a

@@ -131,7 +131,7 @@ class DrafterConfig:
         """The config of a new drafter for a target of this shape. Raises ConfigError.
 
         ``sliding_is_causal`` sets the in-block direction of sliding layers (full layers are always bidirectional);
-        it is written into the config, because servers take different defaults (reference/dflash.md section 1.4).
+        it is written into the config, because servers take different defaults (docs/algorithm.md).
         """
         heads, kv_heads, head_dim = head_geometry(section, shape)
         layers = section.num_layers

@@ -15,6 +15,7 @@ from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
 from recipe.errors import ConfigError, RunError
+from recipe.process import ProcessId
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
 from recipe.telemetry.disk import DiskTrouble, reason
@@ -22,7 +23,6 @@ from recipe.telemetry.gpu import GpuSampler, Sample, device_names, load_nvml
 from recipe.telemetry.gpu_roles import GpuNews, NodePost, flat, roles_of
 from recipe.telemetry.logline import TrainLog
 from recipe.telemetry.metrics import read_metrics
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import collect
 from recipe.telemetry.run_dir import RunDir, write_atomic, write_json
 from recipe.telemetry.status_writer import StatusWriter

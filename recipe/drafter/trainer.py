@@ -65,7 +65,7 @@ class Trainer:
         engine: DeepSpeed engine around the drafter.
         embedding, head: the target's, frozen, [V, H] each.
         health: looks for numbers that are not finite; ``who`` is this rank's name in what it finds.
-        scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (deepspeed.md §3).
+        scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (docs/deepspeed.md).
         losses: what tells whether a resumed run goes on where it was.
         moved: called with (phase, step, steps) after every step and before a save, for the watchdog.
     """

@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 
 from recipe.errors import ConfigError, RunError
+from recipe.process import start_ticks
 from recipe.ring import layout as L
 from recipe.ring.layout import RingSpec
 from recipe.ring.monitor import Monitor, OnWait, Section
 from recipe.ring.segment import Segment
-from recipe.ring.sync import RobustMutex, process_start
+from recipe.ring.sync import RobustMutex
 from recipe.ring.table import Table
 from recipe.ring.tickets import Lease, RingStats, Write
 
@@ -66,7 +67,7 @@ class RingHandle:
                 words[at] = value
             words[L.W_MAGIC], words[L.W_VERSION], words[L.W_BYTES] = L.MAGIC, L.VERSION, spec.bytes
             words[L.W_PRODUCERS], words[L.W_VERIFY] = producers, int(verify)
-            words[L.W_CREATOR_PID], words[L.W_CREATOR_START] = os.getpid(), process_start(os.getpid()) or 0
+            words[L.W_CREATOR_PID], words[L.W_CREATOR_START] = os.getpid(), start_ticks(os.getpid()) or 0
             segment.views.set_text(L.OFFSET_RUN_ID, L.RUN_ID_BYTES, run_id)
             RobustMutex(segment.address + L.OFFSET_MUTEX).initialise()
             Table(segment.views, spec, segment.layout.n_buckets).initialise(first_batch)

@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import TypeVar
 
 from recipe.errors import RunError
+from recipe.process import start_ticks
 from recipe.ring import layout as L
 from recipe.ring.segment import Segment
-from recipe.ring.sync import SLICE_S, Event, LockHeldByMe, LockTimeout, RobustMutex, is_alive, process_start
+from recipe.ring.sync import SLICE_S, Event, LockHeldByMe, LockTimeout, RobustMutex, is_alive
 from recipe.ring.table import Table
 from recipe.ring.tickets import RingAborted, RingTimeout
 
@@ -213,7 +214,7 @@ class Monitor:
             if free is None:
                 raise RunError(f"the ring already has {L.MAX_PEERS} processes")
             section.begin("register")
-            v.peer_pid[free], v.peer_start[free] = pid, process_start(pid) or 0
+            v.peer_pid[free], v.peer_start[free] = pid, start_ticks(pid) or 0
             v.peer_parts[free], v.peer_state[free] = 0, L.P_ATTACHED
             self._pid, self._peer = pid, free
 

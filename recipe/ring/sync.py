@@ -20,6 +20,8 @@ import platform
 import time
 from collections.abc import Callable
 
+from recipe.process import start_ticks
+
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL: for calls that may block
 _quick = ctypes.PyDLL(None)  # keeps it: for calls that never block
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98, "s390x": 238}.get(platform.machine())
@@ -147,19 +149,9 @@ class Event:
         _libc.syscall(_FUTEX_CALL, self._address, _FUTEX_WAIT, seen, ctypes.byref(span), None, 0)
 
 
-def process_start(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot; None for a dead one or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
 def is_alive(pid: int, start: int) -> bool:
     """Whether the process that had this pid and start time still runs (a pid alone may have been given away again)."""
-    return process_start(pid) == start
+    return start_ticks(pid) == start
 
 
 def _check(code: int, call: str) -> None:

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from recipe.roles import process
+from recipe import process
 
 KIND = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
 MOST_BYTES = 16384  # of one message; a cause of one line is far shorter
@@ -31,7 +31,7 @@ class Farewells:
 
     def __init__(self, launcher: int, rank: int) -> None:
         self.rank = rank
-        self._group = f"\0dflash-{_namespace()}-{launcher}-{process.start_ticks(launcher)}-"
+        self._group = f"\0dflash-{process.pid_namespace()}-{launcher}-{process.start_ticks(launcher)}-"
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, KIND)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -84,11 +84,3 @@ def _parse(text: bytes) -> tuple[int, dict[str, Any]] | None:
         return int(rank), {"role": "", **words, **known}
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _namespace() -> str:
-    """Containers that share a network share these names, but not their pids."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

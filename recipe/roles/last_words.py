@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from recipe.roles import process
+from recipe import process
 
 VARIABLE = "RECIPE_LAST_WORDS"
 TOLD = "told"  # beside that file

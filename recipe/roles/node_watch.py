@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recipe.roles import last_words, process
+from recipe import process
+from recipe.roles import last_words
 from recipe.roles.farewell import Farewells
 
 LOOK_S = 0.2

@@ -4,7 +4,7 @@ Threads, because a Python signal handler does not run while the main thread sits
 `recipe/train.py` blocks SIGTERM and SIGINT everywhere, and `NodeWatch` collects them. That thread looks at this node
 and never blocks; it asks `Watchdog._look` too. The thread here talks to the control store: heartbeats, the abort flag,
 and on rank 0 everybody's heartbeats (a lost node). Whoever sees something first raises the flag; every rank obeys it
-within a second. reference/deepspeed.md §2.
+within a second. What the launcher itself does: docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from recipe.roles import last_words, process
+from recipe import process
+from recipe.roles import last_words
 from recipe.roles.node_watch import STARVED_S, NodeWatch, Report
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore

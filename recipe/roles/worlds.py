@@ -1,6 +1,6 @@
 """Each role's own collective world, made on a prefix of the control store. No collective ever spans roles.
 
-A single world with subgroups hangs inside DeepSpeed (reference/deepspeed.md §2), so every role sees a world of its own:
+A single world with subgroups hangs inside DeepSpeed (docs/deepspeed.md), so every role sees a world of its own:
 RANK, WORLD_SIZE and LOCAL_SIZE are set by role before `deepspeed.init_distributed` adopts it. LOCAL_RANK (the device
 index) and CUDA_VISIBLE_DEVICES are never touched.
 """
@@ -45,7 +45,7 @@ def pick_device(role: Role, wanted: str, share: bool = False) -> torch.device:
 def disable_shm_all_reduce() -> None:
     """Keep DeepSpeed from building its CPU shared-memory all-reduce: it compiles for minutes, ignores groups, leaks.
 
-    Must run before `deepspeed.init_distributed`; gloo's own all-reduce is used instead (reference/deepspeed.md §1).
+    Must run before `deepspeed.init_distributed`; gloo's own all-reduce is used instead (docs/deepspeed.md).
     """
     import deepspeed.ops
 

@@ -14,9 +14,9 @@ from recipe.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES, attention_biases
 from recipe.target.shard_plan import ShardPlan
 
-H200_TARGET_TFLOPS = 448.0  # one H200, bf16, eager layers with fla's kernels (reference/performance.md)
-H200_DRAFTER_TFLOPS = 440.0  # forward + backward with FlexAttention (reference/performance.md: 437)
-H200_ALL_REDUCE_GB_S = 250.0  # sent by each rank: 168 MB in 0.67 ms between two H200 over NVLink (performance.md)
+H200_TARGET_TFLOPS = 448.0  # one H200, bf16, eager layers with fla's kernels (docs/performance.md)
+H200_DRAFTER_TFLOPS = 440.0  # forward + backward with FlexAttention (docs/performance.md: 437)
+H200_ALL_REDUCE_GB_S = 250.0  # sent by each rank: 168 MB in 0.67 ms between two H200 over NVLink (docs/performance.md)
 
 
 @dataclass(frozen=True)

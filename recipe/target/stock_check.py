@@ -94,8 +94,8 @@ def main(folder: str, rank: str, tp: str, dtype: str) -> int:
     """One rank of the trial; 2 and a file with the mistake when AutoTP is refused."""
     import torch
 
+    from recipe.process import die_with_parent
     from recipe.roles.local_world import join_local_world
-    from recipe.roles.process import die_with_parent
     from recipe.roles.worlds import leave_world, world_group
     from recipe.target.capture import layers_of
     from recipe.target.stock import cut_decoder

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.errors import ConfigError
-from recipe.telemetry.process import ProcessId
+from recipe.process import ProcessId
 
 MARKER = ".run.json"
 LOCK = ".lock"

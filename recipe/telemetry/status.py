@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from recipe.telemetry.process import ProcessId, boot_id
+from recipe.process import ProcessId, boot_id
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status_fields import process_of, read_fields, whole, wrong_field
 from recipe.telemetry.status_writer import TERMINAL, StatusWriter, mark_dead

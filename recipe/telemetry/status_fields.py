@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.process import ProcessId
 from recipe.telemetry.gpu_roles import REDUCE
-from recipe.telemetry.process import ProcessId
 
 NUMBERS = ("step", "steps", "loss", "tokens_per_s", "eta_s", "phase_eta_s", "done", "total", "expect_s", "rank",
            "heartbeat_interval_s")  # fmt: skip

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from recipe.process import ProcessId
 from recipe.telemetry.disk import DiskTrouble
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.provenance import redact_text
 from recipe.telemetry.run_dir import RunDir, write_json
 from recipe.telemetry.status_fields import read_fields

@@ -65,6 +65,9 @@ class Order:
         return asdict(self)
 
 
+ABOVE_RANKS = ("cli", "runner", "launcher")
+
+
 @dataclass
 class Kill:
     """What came of an order: the row of docs/failures.md is built from these."""
@@ -216,18 +219,17 @@ def document(kills: list[Kill]) -> str:
 
 
 def table(kills: list[Kill]) -> str:
-    groups: dict[tuple[str, str, str, bool], list[Kill]] = {}
+    """One row for each manner of death of a rank, and of each process above the ranks."""
+    groups: dict[tuple[str, str], list[Kill]] = {}
     for kill in kills:
-        groups.setdefault((kill.role, kill.when, kill.manner, kill.real), []).append(kill)
+        groups.setdefault((kill.role if kill.role in ABOVE_RANKS else "a rank", kill.manner), []).append(kill)
     lines = [
-        "| who | moment | manner | kills | gone after (median / max) | exit code | what the user reads last |",
+        "| who | what was done to it | kills | moments | gone after, at most | exit codes | what the user reads last |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (role, when, manner, real), group in sorted(groups.items()):
-        seconds = sorted(kill.seconds for kill in group)
+    for (who, manner), group in sorted(groups.items()):
         codes = ", ".join(sorted({str(kill.code) for kill in group}))
+        moments, most = len({(kill.role, kill.when) for kill in group}), max(kill.seconds for kill in group)
         said = re.sub(r"/\S+/(runs/)", r"…/\1", group[0].line).replace("|", "\\|")
-        manner = f"{manner} (real `deepspeed`)" if real else manner
-        median, most = round(statistics.median(seconds), 1), seconds[-1]
-        lines.append(f"| {role} | {when} | {manner} | {len(group)} | {median} / {most} s | {codes} | {said} |")
+        lines.append(f"| {who} | {manner} | {len(group)} | {moments} | {most} s | {codes} | {said} |")
     return "\n".join(lines)

@@ -70,7 +70,7 @@ def in_a_process(arguments: list[str], log: Path, kill_after: float | None = Non
 
 
 def other_ranks(parent: int) -> list[int]:
-    from recipe.roles.process import children_of
+    from recipe.process import children_of
 
     return [pid for _, pid in children_of(parent)]
 

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict] = {
 def oracle(
     config: DrafterConfig, weights: dict[str, torch.Tensor], taps: list[torch.Tensor], block: torch.Tensor
 ) -> torch.Tensor:
-    """reference/dflash.md §1, one position after another, float64: hidden states of the block after all of ``taps``."""
+    """docs/algorithm.md, one position after another, float64: hidden states of the block after all of ``taps``."""
     w = {name: tensor.double() for name, tensor in weights.items()}
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The batched drafter against a naive one, and the quiet errors of reference/dflash.md section 9 one by one."""
+"""The batched drafter against a naive one, and the quiet errors of docs/algorithm.md one by one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 BEGIN = """
 import multiprocessing, os, signal, subprocess, sys, time
-from recipe.roles.process import free_children
+from recipe.process import free_children
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def masked(pid="self"):

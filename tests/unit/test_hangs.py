@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from recipe import process
 from recipe.errors import RunError
-from recipe.roles import last_words, network, process
+from recipe.roles import last_words, network
 from recipe.roles.node_watch import NodeWatch
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.roles import last_words, process
+from recipe import process
+from recipe.roles import last_words
 from recipe.roles.farewell import Farewells
 from recipe.roles.node_watch import NodeWatch
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.process import start_ticks
 from recipe.ring import Ring, RingSpec, ring_path, segment, sync
 from recipe.ring.monitor import Section
 
@@ -67,13 +68,13 @@ def test_two_threads_take_turns_at_the_lock(monkeypatch: pytest.MonkeyPatch, clo
     ring.close()
 
 
-def test_process_start_tells_the_dead_from_the_living() -> None:
-    mine = sync.process_start(os.getpid())
+def test_start_ticks_tells_the_dead_from_the_living() -> None:
+    mine = start_ticks(os.getpid())
     assert mine is not None and sync.is_alive(os.getpid(), mine) and not sync.is_alive(os.getpid(), mine - 1)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert sync.process_start(pid) is None, "a zombie counts as alive"
+    assert start_ticks(pid) is None, "a zombie counts as alive"
     os.waitpid(pid, 0)
-    assert sync.process_start(pid) is None
+    assert start_ticks(pid) is None

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from recipe.errors import ConfigError
+from recipe.process import ProcessId
 from recipe.telemetry import status_cli
-from recipe.telemetry.process import ProcessId
 from recipe.telemetry.run_dir import RunDir, write_json
 from recipe.telemetry.status import Status, StatusWriter, duration, mark_dead, read_status
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys, time, threading, os
-from recipe.telemetry.process import ProcessId
+from recipe.process import ProcessId
 from recipe.telemetry.run_dir import RunDir
 from recipe.telemetry.status import StatusWriter
 run = RunDir.create(sys.argv[1], "r")

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from recipe import process
 from recipe.ring import Ring, RingSpec, monitor, ring_path
-from recipe.roles import last_words, process, watchdog
+from recipe.roles import last_words, watchdog
 from recipe.roles.node_watch import NodeWatch
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from recipe.config import load_config
 from recipe.errors import RunError
 from recipe.launch import launch_name
-from recipe.roles.process import secret_of
+from recipe.process import secret_of
 from recipe.roles.role import Role
 from recipe.roles.store import ControlStore
 
@@ -64,7 +64,7 @@ def test_who_waits_waits_on_for_the_right_one(server: dist.TCPStore) -> None:
 
 
 def test_the_secret_is_the_launchers_and_no_other_users(repository: Path) -> None:
-    code = "import sys; from recipe.roles.process import secret_of; print(secret_of(int(sys.argv[1])).hex())"
+    code = "import sys; from recipe.process import secret_of; print(secret_of(int(sys.argv[1])).hex())"
     asked = [
         subprocess.run([sys.executable, "-c", code, str(os.getpid())], capture_output=True, text=True).stdout.strip()
         for _ in range(2)

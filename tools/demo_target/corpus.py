@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.demo.rst import block_end, clean_document, clean_inline, indent_of, parse_directive
+from tools.demo_target.rst import block_end, clean_document, clean_inline, indent_of, parse_directive
 
 PACKAGE = "python3.11-doc"
 SOURCES = Path("usr/share/doc/python3.11/html/_sources")

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from recipe.demo.corpus import QUESTIONS, Corpus, Entry
-from recipe.demo.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
+from tools.demo_target.corpus import QUESTIONS, Corpus, Entry
+from tools.demo_target.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 #: An answer and its end-of-turn token fit into the 96 new tokens of one generation.
 MAX_ANSWER_TOKENS = 92

@@ -1,6 +1,6 @@
 """What the trained demo target is worth, and its on-policy conversations: perplexity, greedy answers, the target card.
 
-``python -m recipe.demo.answers --model DIR --build data/demo_build --out DIR`` uses the stored (bf16-rounded)
+``python -m tools.demo_target.answers --model DIR --build data/demo_build --out DIR`` uses the stored (bf16-rounded)
 weights in fp32 with transformers' own torch kernels, so that any other machine reads the same answers from the file.
 """
 
@@ -22,11 +22,11 @@ import torch.nn.functional as functional
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.demo.corpus import free_text
-from recipe.demo.token_file import ENTRIES_FILE, TEXTS_FILE, TokenFile
-from recipe.demo.tokenizer import TURN_END
-from recipe.demo.train_target import IGNORED, chat_rows
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+from tools.demo_target.corpus import free_text
+from tools.demo_target.token_file import ENTRIES_FILE, TEXTS_FILE, TokenFile
+from tools.demo_target.tokenizer import TURN_END
+from tools.demo_target.train_target import IGNORED, chat_rows
 
 MAX_NEW_TOKENS = 96
 WINDOW = 512
@@ -229,7 +229,7 @@ def _shuffle_key(entry: dict) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m recipe.demo.answers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_target.answers", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder that train_target wrote")
     parser.add_argument("--build", type=Path, default=Path("data/demo_build"), help="folder that prepare wrote")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Train the demo target from scratch: ``python -m recipe.demo.train_target prepare`` on any machine, then ``train``.
+"""Train the demo target from scratch: ``python -m tools.demo_target.train_target prepare`` anywhere, then ``train``.
 
 ``prepare`` reads the documentation and writes tokenizer and token arrays; ``train`` needs only that folder. Three
 minutes on one H200 are enough; the schedule follows the clock: a slower device gives a weaker model, not a longer run.
@@ -22,10 +22,10 @@ import torch.nn.functional as functional
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from recipe.demo.corpus import fetch_sources, read_corpus
-from recipe.demo.token_file import Conversations, TokenFile, build
-from recipe.demo.tokenizer import END_OF_TEXT, MAX_LENGTH, TURN_END
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+from tools.demo_target.corpus import fetch_sources, read_corpus
+from tools.demo_target.token_file import Conversations, TokenFile, build
+from tools.demo_target.tokenizer import END_OF_TEXT, MAX_LENGTH, TURN_END
 
 IGNORED = -100
 
@@ -191,7 +191,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m recipe.demo.train_target", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m tools.demo_target.train_target", description=__doc__)
     verbs = top.add_subparsers(required=True)
     prepare = verbs.add_parser("prepare", help="documentation -> tokenizer and token arrays")
     prepare.add_argument("--docs", type=Path, help="folder of *.rst.txt; default: apt-get download python3.11-doc")

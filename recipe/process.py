@@ -1,4 +1,7 @@
-"""Facts about processes from /proc: is this the same live process, who is its parent. Zombies count as dead."""
+"""Facts about processes from /proc: is this the same live process, who is its parent. Zombies count as dead.
+
+`ProcessId` names one so that another can tell later whether it still lives.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ import functools
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Liveness = Literal["alive", "stopped", "gone", "rebooted", "unknown"]
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -68,6 +75,22 @@ def work_of_thread(thread: int) -> tuple[int, int]:
         lines = (folder / "io").read_text().splitlines()
         count = sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
     return ticks, count
+
+
+def boot_id() -> str:
+    """Identifies this boot of this kernel; empty where /proc does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Identifies the pid namespace (the container); empty where /proc does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def parent_of(pid: int) -> int | None:
@@ -177,3 +200,48 @@ def end(pid: int, ticks: int, signum: signal.Signals = signal.SIGKILL) -> None:
     if start_ticks(pid) == ticks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A pid is reused, so it counts only together with its start time (clock ticks), boot and pid namespace."""
+
+    pid: int
+    start: int
+    boot_id: str
+    pid_namespace: str
+    host: str
+    rank: int | None = None
+    role: str | None = None
+
+    @classmethod
+    def own(cls, rank: int | None = None, role: str | None = None) -> ProcessId:
+        """The calling process. ``rank`` and ``role`` let the status name it when it dies."""
+        pid = os.getpid()
+        return cls(pid, start_ticks(pid) or 0, boot_id(), pid_namespace(), socket.gethostname(), rank, role)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ProcessId:
+        """The inverse of `to_dict`. Raises KeyError or TypeError if something is missing."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def same_machine(self) -> bool:
+        """Whether this reader shares kernel and pid numbers with the process."""
+        return self.boot_id == boot_id() and self.pid_namespace == pid_namespace()
+
+    def liveness(self) -> Liveness:
+        """``unknown`` on another machine or in another container; ``rebooted`` when our host has restarted since."""
+        if not self.same_machine():
+            rebooted = self.host == socket.gethostname() and self.boot_id != boot_id()
+            return "rebooted" if rebooted and self.host != "localhost" else "unknown"
+        if start_ticks(self.pid) != self.start:
+            return "gone"
+        return "stopped" if is_stopped(self.pid) else "alive"
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} ({self.role}), " if self.rank is not None else ""
+        return f"{who}pid {self.pid} on {self.host}"

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from recipe.demo.answers import MAX_NEW_TOKENS, greedy_answers, load_stored, read_entries, sample_perplexity
-from recipe.demo.corpus import QUESTIONS, Corpus, Entry, entries_of, free_text, is_held_out
-from recipe.demo.rst import clean_document, clean_inline
-from recipe.demo.token_file import TokenFile, build
-from recipe.demo.tokenizer import MASK, SPECIAL_TOKENS, VOCAB_SIZE, mask_token_id
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
+from tools.demo_target.answers import MAX_NEW_TOKENS, greedy_answers, load_stored, read_entries, sample_perplexity
+from tools.demo_target.corpus import QUESTIONS, Corpus, Entry, entries_of, free_text, is_held_out
+from tools.demo_target.rst import clean_document, clean_inline
+from tools.demo_target.token_file import TokenFile, build
+from tools.demo_target.tokenizer import MASK, SPECIAL_TOKENS, VOCAB_SIZE, mask_token_id
 
 ASSETS = Path(__file__).resolve().parents[2] / "recipe" / "demo" / "assets"
 CARD = json.loads((ASSETS / "target_card.json").read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Run by hand; nothing of `recipe` needs them."""

@@ -1,0 +1,1 @@
+"""Makers of the demo's committed target (recipe/demo/assets): its text, tokenizer, training and answers."""
