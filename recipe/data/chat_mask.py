@@ -235,7 +235,7 @@ class ChatMask:
 
 
 def _is_learnt(message: dict[str, Any], notes: Counter[str]) -> bool:
-    """Whether an answer is to be learnt from. Raises Drop when it cannot be: it is blank, or has a weight of its own."""
+    """Whether an answer is to be learnt from. Raises Drop when it cannot be: blank, or of an odd weight."""
     if is_blank(message):
         raise Drop("empty_answer")
     mark = message.get("train", True)

@@ -24,7 +24,13 @@ from recipe.data.report import Drop
 
 SCHEMAS = ("auto", "messages", "conversations", "prompt", "text", "tokens")
 _COMPLETIONS = ("completion", "response", "answer", "output", "chosen")
-_CHAT_PAIRS = (("question", "answer"), ("instruction", "output"), ("instruction", "response"), ("query", "response"))
+_CHAT_PAIRS = (
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("query", "response"),
+)
 _SYSTEM = ("system", "system_prompt", "system_message")
 _BAD_LABELS = ("label", "kto_tag")
 
@@ -141,15 +147,13 @@ def messages_of(content: Any, unused: set[str] | None = None) -> tuple[str, Chat
 
 def answers_in(row: Any) -> int:
     """How many answers of a record could have been learnt from, had it not been dropped."""
-    unused: set[str] = set()
+    lists = [row.get(name) for name in ("messages", "conversations")] if isinstance(row, dict) else []
     count = 0
-    for name in ("messages", "conversations"):
-        for raw in (row.get(name) if isinstance(row, dict) and isinstance(row.get(name), list) else ()):
-            try:
-                messages, _ = read_messages([raw], unused)
-            except Drop:
-                continue
-            count += sum(map(is_trained, messages))
+    for raw in (raw for messages in lists if isinstance(messages, list) for raw in messages):
+        try:
+            count += sum(map(is_trained, read_messages([raw], set())[0]))
+        except Drop:
+            continue
     return count
 
 

@@ -24,7 +24,7 @@ TOOLS = [
     }
 ]
 _CALL = {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {"x": 1}}}
-_CALLED: Messages = [
+CALLED: Messages = [
     {"role": "user", "content": "question"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "result", "name": "f", "tool_call_id": "call12345"},
@@ -32,7 +32,7 @@ _CALLED: Messages = [
 _PROBES: list[tuple[Messages, list[Any] | None]] = [
     ([{"role": "user", "content": "question"}], None),
     ([{"role": "user", "content": "question"}], TOOLS),
-    (_CALLED, TOOLS),
+    (CALLED, TOOLS),
 ]
 _SWITCHES = ("enable_thinking", "thinking")  # what most templates call it
 _SWITCH = re.compile("think|reason")
@@ -168,9 +168,9 @@ def manner(render: Render, arguments: dict[str, Any], tools: bool) -> Manner | N
 def shown_thought(render: Render, arguments: dict[str, Any]) -> Frame | None:
     """How the template frames a thought before a tool call: some show thoughts nowhere else."""
     thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
-    call = {**_CALLED[1], "content": "said", **thought}
+    call = {**CALLED[1], "content": "said", **thought}
     try:
-        return Frame.seen(render([_CALLED[0], call], TOOLS, **arguments), PROBE)
+        return Frame.seen(render([CALLED[0], call], TOOLS, **arguments), PROBE)
     except Drop:
         return None
 
@@ -216,7 +216,7 @@ def ends_of_turns(render: Render, special: re.Pattern[str] | None, stops: set[st
 
 def _tool_end(render: Render, special: re.Pattern[str]) -> str:
     try:
-        return _next_end(special, render(_CALLED[:2], TOOLS), render(_CALLED, TOOLS))
+        return _next_end(special, render(CALLED[:2], TOOLS), render(CALLED, TOOLS))
     except Drop:
         return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from recipe.data.report import Drop
@@ -30,15 +31,14 @@ _MARKS = ("train", "training", "loss", "weight")  # axolotl (two names), ms-swif
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 #: Keys of rows and messages that say nothing to a target; every other key that nobody reads is counted by name.
-HARMLESS = frozenset(
-    """_id conv_id conversation_id custom_id example_id hash id idx index message_id parent_id prompt_id question_id
-    row_id sample_id session_id uid uuid
-    author category created created_at data_source dataset dataset_name date difficulty domain finish_reason generator
-    lang language license locale meta metadata model model_name origin quality rating score source split subset tags
-    task timestamp url usage version
-    answer_token_ids attention_mask length num_tokens num_turns position_ids special_tokens_mask token_count
-    token_type_ids""".split()
-)
+_NAMES = """
+    _id conv_id conversation_id custom_id example_id hash id idx index message_id parent_id prompt_id question_id
+    row_id sample_id session_id uid uuid author category created created_at data_source dataset dataset_name date
+    difficulty domain finish_reason generator lang language license locale meta metadata model model_name origin
+    quality rating score source split subset tags task timestamp url usage version answer_token_ids attention_mask
+    length num_tokens num_turns position_ids special_tokens_mask token_count token_type_ids
+"""
+HARMLESS = frozenset(_NAMES.split())
 
 
 def text_of(message: dict[str, Any]) -> str:

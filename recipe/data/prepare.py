@@ -234,7 +234,11 @@ def _chosen(paths: list[Path], settings: dict[str, Any], position: Position) -> 
 
 
 def _refuse_drops(report: Report, strict: bool) -> None:
-    kinds = ((report.dropped, "row dropped"), (report.dropped_turns, "turn not supervised"), (report.losses, "not used"))
+    kinds = (
+        (report.dropped, "row dropped"),
+        (report.dropped_turns, "turn not supervised"),
+        (report.losses, "not used"),
+    )
     counts, what = next(((counts, what) for counts, what in kinds if counts), (None, ""))
     if not strict or not counts:
         return

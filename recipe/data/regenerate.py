@@ -11,7 +11,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Outcome:
     resumed: int = 0
     failed: int = 0
     truncated: int = 0
-    dropped: Counter[str] | None = None  # and `unused_key: NAME` of prompts that are used
+    dropped: Counter[str] = field(default_factory=Counter)  # and `unused_key: NAME` of prompts that are used
     tokens: int = 0
 
 
@@ -187,7 +187,7 @@ def regenerate_local(
 ) -> Outcome:
     """Answer with a `LocalEngine`, turn by turn, in groups that bound memory. Prompts that the template cannot show
     whole are left out and counted."""
-    out = Outcome(dropped=Counter())
+    out = Outcome()
     waiting = (p for p in prompts if p.id not in journal.done)
     while chunk := list(itertools.islice(waiting, group)):
         parts = [turns_to_answer(p.chat) for p in chunk]
@@ -249,7 +249,7 @@ def regenerate(
             out = regenerate_local(prompts, engine, sampling, journal, bar, total)
         else:
             out = regenerate_served(prompts, engine, sampling, journal, concurrency, bar, total)
-    out.resumed, out.dropped = resumed, dropped + (out.dropped or Counter())
+    out.resumed, out.dropped = resumed, dropped + out.dropped
     return out
 
 
@@ -300,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         limit=args.limit,
     )
-    counts = (out.dropped or Counter()).items()
+    counts = out.dropped.items()
     dropped = {name: count for name, count in counts if ":" not in name}
     facts = f" dropped={dropped}" if dropped else ""
     print(f"written={out.written} resumed={out.resumed} failed={out.failed} truncated={out.truncated}{facts}")
@@ -309,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"  not used, {count} × {name}")
     if out.written + out.resumed == 0:
         named = ", ".join(args.input)
-        why = ", ".join(f"{reason} × {count}" for reason, count in (out.dropped or {}).items())
+        why = ", ".join(f"{reason} × {count}" for reason, count in out.dropped.items())
         why = why or (f"{out.failed} failed" if out.failed else "no row in it")
         raise ConfigError("--input", named, f"gave no answer: {why}", "mend the rows, or name a file with prompts")
     if out.failed:

@@ -15,29 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from recipe.data.conversation import Chat
-from recipe.data.manner import PROBE, TOOLS, Messages, Render
+from recipe.data.manner import CALLED, PROBE, TOOLS, Messages, Render, asked
 from recipe.data.messages import text_of
 from recipe.data.report import Drop
 
 _MOST_SHAPES = 4096
 _SCENES: dict[str, tuple[Messages, int]] = {  # role → a conversation, and where in it the probed message goes
     "user": ([], 0),
-    "system": ([{"role": "user", "content": "question"}], 0),
-    "developer": ([{"role": "user", "content": "question"}], 0),
-    "assistant": ([{"role": "user", "content": "question"}, {"role": "user", "content": "next"}], 1),
-    "tool": (
-        [
-            {"role": "user", "content": "question"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {"x": 1}}}
-                ],
-            },
-        ],
-        2,
-    ),
+    "system": (asked(), 0),
+    "developer": (asked(), 0),
+    "assistant": ([*asked(), *asked()], 1),
+    "tool": (CALLED[:2], 2),
 }
 _THOUGHT_ENDS = re.compile(
     r"</[\w:-]*(?:think|thought|reason)[\w:-]*>|\[/THINK\w*\]|<\|END_THINK\w*\|>|<channel\|>|\[BEGIN FINAL RESPONSE\]",
@@ -55,7 +43,9 @@ class Shown:
         self._with_parts = {role for role in _SCENES if self._takes_parts(role)}
         self._knows_developer = PROBE in self._probe("developer", PROBE)
         function = {**TOOLS[0]["function"], "name": PROBE}
-        self.tools = PROBE in self._text([{"role": "user", "content": "question"}], [{**TOOLS[0], "function": function}])
+        self.tools = PROBE in self._text(
+            [{"role": "user", "content": "question"}], [{**TOOLS[0], "function": function}]
+        )
 
     def given(self, chat: Chat, notes: Counter[str]) -> Chat:
         """``chat`` as this template takes it: text parts joined where it reads none, and a developer turn as a system
@@ -124,13 +114,13 @@ def developer_as_system(messages: Messages) -> Messages | None:
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
-def visible(message: Messages | Any) -> list[str]:
+def visible(message: dict[str, Any]) -> list[str]:
     """The stripped texts of a message that every rendering must show: of an answer, what follows its thought."""
-    content = message["content"]
-    if message["role"] == "assistant":
-        content = _THOUGHT_ENDS.split(text_of(message))[-1]
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return [text for t in texts if (text := t.strip())]
+    content, texts = message["content"], list[str]()
+    for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
+        _, *behind = _THOUGHT_ENDS.split(text) if message["role"] == "assistant" else (text,)
+        texts = [behind[-1]] if behind else [*texts, text]
+    return [stripped for text in texts if (stripped := text.strip())]
 
 
 def _absent(messages: Messages, prompt: str) -> Iterator[int]:

@@ -50,9 +50,9 @@ def heldout_mask(table: pa.Table, holdout: float, seed: int) -> tuple[np.ndarray
 
 def _why_short(wanted: int, sizes: np.ndarray) -> str:
     return (
-        f"{wanted} were asked for: rows with the same text before their first answer stay together, and no more of these"
-        f" {len(sizes)} groups fit (the largest has {sizes.max()} rows, the smallest {sizes.min()}); ask for another"
-        " number, or evaluate on prompts from another file"
+        f"{wanted} were asked for: rows with the same text before their first answer stay together, and no more of"
+        f" these {len(sizes)} groups fit (the largest has {sizes.max()} rows, the smallest {sizes.min()}); ask for"
+        " another number, or evaluate on prompts from another file"
     )
 
 

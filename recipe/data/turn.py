@@ -26,8 +26,8 @@ from recipe.data.manner import (
     settings,
     shown_thought,
 )
-from recipe.data.render import Renderer
 from recipe.data.messages import text_of
+from recipe.data.render import Renderer
 from recipe.data.report import Drop
 from recipe.data.shown import Shown, visible
 from recipe.data.thought import Frame, is_unfinished, take_apart, thought_of
@@ -289,9 +289,10 @@ def _quotes(said: dict[str, Any], special: re.Pattern[str]) -> bool:
 
 def _account(said: dict[str, Any], thought: str, answer: str, notes: Counter[str]) -> None:
     """Refuse a turn whose call or text is not in its rendering; note thoughts that are not."""
-    for call in said.get("tool_calls", ()):
-        if call["function"]["name"] not in answer:
-            raise Drop("not_rendered", f"the call of {call['function']['name']!r}"[:80])
+    calls = Counter(call["function"]["name"] for call in said.get("tool_calls", ()))
+    for name, count in calls.items():
+        if answer.count(name) < count:  # some templates show the first of several
+            raise Drop("not_rendered", f"the call of {name!r}"[:80])
     if thought not in answer:
         notes["reasoning that the template does not render"] += 1
     if not said.get("tool_calls") and any(text not in answer for text in visible(said)):
