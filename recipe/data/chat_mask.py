@@ -103,7 +103,8 @@ class ChatMask:
                 turns.pop()
                 continue
             shown = [t for t in turns if last.full.startswith(t.prompt + t.answer)]
-            if not whole or any(text not in t.answer for t in shown for text in visible(chat.messages[t.index])):
+            calling = [t for t in shown if chat.messages[t.index].get("tool_calls")]
+            if not whole or any(text not in t.answer for t in calling for text in visible(chat.messages[t.index])):
                 out.losses.add("turn_not_rendered: role assistant, the text beside a call")
             seen = set(map(id, shown))
             turns = [t for t in turns if id(t) not in seen]

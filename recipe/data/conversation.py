@@ -102,8 +102,11 @@ def normalise(row: Any, schema: str = "auto", unused: set[str] | None = None) ->
     if schema == "auto":
         schema = _guess(row)
     sample = _read(row, schema, unused)
-    said = {text_of(m).strip() for m in sample.messages} if len(row) and isinstance(sample, Chat) else set()
-    unused |= left_over({k: v for k, v in row.items() if not (isinstance(v, str) and v.strip() in said)})
+    left = left_over(row)
+    if left and isinstance(sample, Chat):  # what a message says, too, is no loss
+        said = {text_of(m).strip() for m in sample.messages}
+        left = {name for name in left if not (isinstance(row.get(name), str) and row[name].strip() in said)}
+    unused |= left
     return sample
 
 

@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 Render = Callable[..., str]  # (messages, tools, **arguments) -> text; raises Drop where the template refuses
 
 PROBE = "zqanswerqz"
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {"name": "f", "description": "g", "parameters": {"type": "object", "properties": {}}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from recipe.data.report import Drop
@@ -29,7 +28,7 @@ _ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("train", "training", "loss", "weight")  # axolotl (two names), ms-swift, OpenAI and Mistral
 _TEXT_PARTS = ("text", "input_text", "output_text")
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_MEDIA = frozenset(("images", "image", "videos", "video", "audios", "audio"))
 #: Keys of rows and messages that say nothing to a target; every other key that nobody reads is counted by name.
 _NAMES = """
     _id conv_id conversation_id custom_id example_id hash id idx index message_id parent_id prompt_id question_id
@@ -95,12 +94,12 @@ def _message(raw: Any, tools: list[Any], unused: set[str]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise Drop("bad_content", f"a message is {type(raw).__name__}, not an object")
     raw = {k: v for k, v in raw.items() if v is not None}
-    names = raw.pop("role", None), raw.pop("from", None)
-    role = _role(names[0] or names[1])
-    refuse_media(raw)
-    content = raw.pop("content", None)
-    if content is None or raw.get("value") == content:
-        content = raw.pop("value", content)
+    name, content = raw.pop("role", None), raw.pop("content", None)
+    if raw:
+        name = raw.pop("from", name) if not name or raw.get("from") == name else name
+        content = raw.pop("value", content) if content is None or raw.get("value") == content else content
+        refuse_media(raw)
+    role = _role(name)
     calls = [_tool_call(call) for call in list_of(raw.pop("tool_calls", None), "bad_tool_call")]
     if role == "function_call":
         role, said, content = "assistant", json_or_none(content), ""
@@ -112,16 +111,16 @@ def _message(raw: Any, tools: list[Any], unused: set[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _content(content) if content is not None else ""}
     if calls:
         message["tool_calls"] = calls
-    message |= {k: raw.pop(k) for k in ("name", "tool_call_id") if isinstance(raw.get(k), str)}
-    if role == "assistant":
-        message |= _of_answer(raw)
-    else:
-        tools += tools_of(raw)
-        if role == "user" and is_blank(message):
-            raise Drop("empty_turn")
     if raw:
+        message |= {k: raw.pop(k) for k in ("name", "tool_call_id") if isinstance(raw.get(k), str)}
+        if role == "assistant":
+            message |= _of_answer(raw)
+        else:
+            tools += tools_of(raw)
         _drop_idle_marks(raw)
         unused |= left_over(raw)
+    if role == "user" and is_blank(message):
+        raise Drop("empty_turn")
     return message
 
 
@@ -136,9 +135,9 @@ def _role(name: Any) -> str:
 
 def refuse_media(raw: dict[str, Any]) -> None:
     """Drop what comes with pictures or sound: the target would see tokens that are not made here."""
-    held = next((name for name in MEDIA if raw.get(name)), None)
+    held = [name for name in _MEDIA & raw.keys() if raw[name]]
     if held:
-        raise Drop("not_text", held)
+        raise Drop("not_text", ", ".join(sorted(held)))
 
 
 # ---- what only answers have

@@ -116,7 +116,11 @@ def developer_as_system(messages: Messages) -> Messages | None:
 
 def visible(message: dict[str, Any]) -> list[str]:
     """The stripped texts of a message that every rendering must show: of an answer, what follows its thought."""
-    content, texts = message["content"], list[str]()
+    content = message["content"]
+    if isinstance(content, str) and not (message["role"] == "assistant" and ("<" in content or "[" in content)):
+        text = content.strip()
+        return [text] if text else []
+    texts: list[str] = []
     for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
         _, *behind = _THOUGHT_ENDS.split(text) if message["role"] == "assistant" else (text,)
         texts = [behind[-1]] if behind else [*texts, text]

@@ -289,13 +289,13 @@ def _quotes(said: dict[str, Any], special: re.Pattern[str]) -> bool:
 
 def _account(said: dict[str, Any], thought: str, answer: str, notes: Counter[str]) -> None:
     """Refuse a turn whose call or text is not in its rendering; note thoughts that are not."""
-    calls = Counter(call["function"]["name"] for call in said.get("tool_calls", ()))
-    for name, count in calls.items():
-        if answer.count(name) < count:  # some templates show the first of several
+    calls = [call["function"]["name"] for call in said.get("tool_calls", ())]
+    for name in calls:
+        if answer.count(name) < calls.count(name):  # some templates show the first of several
             raise Drop("not_rendered", f"the call of {name!r}"[:80])
     if thought not in answer:
         notes["reasoning that the template does not render"] += 1
-    if not said.get("tool_calls") and any(text not in answer for text in visible(said)):
+    if not calls and any(text not in answer for text in visible(said)):
         raise Drop("turn_not_rendered", "role assistant: the answer's own text")
 
 
