@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from recipe.data.conversation import Chat, Pair, Sample, Text, Tokens
+from recipe.data.messages import is_blank
 from recipe.data.report import Drop
+from recipe.data.shown import visible
 from recipe.data.tokenizer import special_strings, stop_ids
 from recipe.data.turn import Turn, TurnRenderer, encodable
 
@@ -32,10 +34,11 @@ class Sequence:
 
 @dataclass
 class Masked:
-    """All sequences of one sample, with what happened to single turns of it."""
+    """All sequences of one sample, with what happened to single turns of it; ``losses``: what of a used row is not."""
 
     sequences: list[Sequence] = field(default_factory=list)
     turns: list[Drop] = field(default_factory=list)
+    losses: set[str] = field(default_factory=set)
     notes: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,7 +75,7 @@ class ChatMask:
                 out.turns.append(drop)
         out.sequences = kept
         if not kept:
-            raise out.turns[0] if out.turns else Drop("no_answer")
+            raise out.turns[0] if out.turns else Drop("no_answer", "every answer is marked not to be learnt from")
         return out
 
     # ---- chats
@@ -81,15 +84,28 @@ class ChatMask:
         if not self.turns.template:
             raise Drop("no_chat_template")
         out, turns = Masked(), []
+        chat = self.turns.shown.given(chat, out.notes)
+        if chat.tools and not self.turns.shown.tools:
+            out.losses.add("unused_key: tools (this chat template shows none)")
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 try:
-                    turns.append(self.turns.turn(chat, index, out.notes))
+                    if _is_learnt(message, out.notes):
+                        turns.append(self.turns.turn(chat, index, out.notes))
                 except Drop as drop:
                     out.turns.append(drop)
         while turns:  # from the last turn back: one sequence covers every earlier turn that it shows as served
             last = turns[-1]
+            try:
+                whole = self.turns.shown.check(chat.messages[: last.index], chat.tools, last.prompt)
+            except Drop as drop:
+                out.turns.append(drop)
+                turns.pop()
+                continue
             shown = [t for t in turns if last.full.startswith(t.prompt + t.answer)]
+            calling = [t for t in shown if chat.messages[t.index].get("tool_calls")]
+            if not whole or any(text not in t.answer for t in calling for text in visible(chat.messages[t.index])):
+                out.losses.add("turn_not_rendered: role assistant, the text beside a call")
             seen = set(map(id, shown))
             turns = [t for t in turns if id(t) not in seen]
             out.sequences += self._sequences(last, shown, out)
@@ -217,6 +233,18 @@ class ChatMask:
         if min(sample.input_ids) < 0 or max(sample.input_ids) >= self.vocabulary:
             raise Drop("bad_tokens", f"ids must be in 0 … {self.vocabulary - 1}")
         return Sequence(np.array(sample.input_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
+
+
+def _is_learnt(message: dict[str, Any], notes: Counter[str]) -> bool:
+    """Whether an answer is to be learnt from. Raises Drop when it cannot be: blank, or of an odd weight."""
+    if is_blank(message):
+        raise Drop("empty_answer")
+    mark = message.get("train", True)
+    if mark is False:
+        notes["answers marked not to be learnt from"] += 1
+    elif mark is not True:
+        raise Drop("bad_weight", repr(mark)[:80])
+    return mark is True
 
 
 def has_anchor(mask: np.ndarray) -> bool:

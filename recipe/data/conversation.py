@@ -1,4 +1,8 @@
-"""One record, whatever its schema, as one of four plain kinds; anything else is a Drop with a named reason."""
+"""One record, whatever its schema, as one of four plain kinds; anything else is a Drop with a named reason.
+
+Whoever reads a key takes it out of the row: what is left over at the end and not known to be harmless is counted by
+name, so nothing that a row says vanishes in silence.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,34 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.data.messages import (
+    is_blank,
+    is_trained,
+    left_over,
+    list_of,
+    read_messages,
+    refuse_media,
+    text_of,
+    tools_of,
+)
 from recipe.data.report import Drop
 
 SCHEMAS = ("auto", "messages", "conversations", "prompt", "text", "tokens")
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_call": "function_call",
-}
-_PROMPTS = ("prompt",)
 _COMPLETIONS = ("completion", "response", "answer", "output", "chosen")
-_CHAT_PAIRS = (("question", "answer"), ("instruction", "output"), ("instruction", "response"), ("query", "response"))
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_CHAT_PAIRS = (
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("query", "response"),
+)
+_SYSTEM = ("system", "system_prompt", "system_message")
+_BAD_LABELS = ("label", "kto_tag")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in the form that chat templates expect, and the tools offered."""
+    """Messages as `read_messages` makes them, and the tools offered."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -87,60 +91,88 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def normalise(row: Any, schema: str = "auto") -> Sample:
-    """The sample that a record holds. ``schema``: one of SCHEMAS; "auto" looks at the record's keys."""
+def normalise(row: Any, schema: str = "auto", unused: set[str] | None = None) -> Sample:
+    """The sample that a record holds. ``schema``: one of SCHEMAS; "auto" looks at the record's keys. ``unused``
+    collects the names of keys that nobody reads."""
+    row = _fields(row)
+    unused = set() if unused is None else unused
+    for name in _BAD_LABELS:
+        if isinstance(row.get(name), bool) and not row.pop(name):
+            raise Drop("label_false", f"{name}: false")
+    if schema == "auto":
+        schema = _guess(row)
+    sample = _read(row, schema, unused)
+    left = left_over(row)
+    if left and isinstance(sample, Chat):  # what a message says, too, is no loss
+        said = {text_of(m).strip() for m in sample.messages}
+        left = {name for name in left if not (isinstance(row.get(name), str) and row[name].strip() in said)}
+    unused |= left
+    return sample
+
+
+def _read(row: dict[str, Any], schema: str, unused: set[str]) -> Sample:
+    refuse_media(row)
+    if schema in ("messages", "conversations"):
+        return _answered(_chat(row, schema, unused))
+    if schema == "prompt":
+        return _pair(row, unused)
+    if schema == "text":
+        text = row.pop("text", None)
+        if not isinstance(text, str) or not text.strip():
+            raise Drop("empty_conversation", "text is empty or no text")
+        return Text(text)
+    return _tokens(row)
+
+
+def messages_of(content: Any, unused: set[str] | None = None) -> tuple[str, Chat]:
+    """(the record's own id or "", its messages): for `regenerate`, which needs no answer to be there yet."""
+    row = _fields(parse(content))
+    unused = set() if unused is None else unused
+    own = row.get("id")
+    refuse_media(row)
+    for name in (*_BAD_LABELS, "rejected", "chosen"):  # of answers that are given anew
+        row.pop(name, None)
+    questions = dict.fromkeys(["prompt", *(ask for ask, _ in _CHAT_PAIRS)])
+    asked = next((k for k in questions if row.get(k) and isinstance(row[k], str | list)), None)
+    if row.get("messages") or row.get("conversations") or asked is None:
+        chat = _chat(row, _guess_messages(row) or "messages", unused)
+    else:
+        question = row.pop(asked)
+        for answer in _COMPLETIONS:
+            row.pop(answer, None)
+        turns = question if isinstance(question, list) else [*_history(row), _question(row, question)]
+        chat = _with_context(row, turns, unused)
+    if not any(m["role"] == "user" for m in chat.messages):
+        raise Drop("empty_conversation", "nothing to answer")
+    unused |= left_over(row)
+    return str(own) if isinstance(own, str | int) else "", chat
+
+
+def answers_in(row: Any) -> int:
+    """How many answers of a record could have been learnt from, had it not been dropped."""
+    lists = [row.get(name) for name in ("messages", "conversations")] if isinstance(row, dict) else []
+    count = 0
+    for raw in (raw for messages in lists if isinstance(messages, list) for raw in messages):
+        try:
+            count += sum(map(is_trained, read_messages([raw], set())[0]))
+        except Drop:
+            continue
+    return count
+
+
+def _fields(row: Any) -> dict[str, Any]:
     if isinstance(row, list):
         row = {"messages": row}
     if not isinstance(row, dict):
         raise Drop("not_an_object", type(row).__name__)
-    row = {k: v for k, v in row.items() if v is not None}
-    if schema == "auto":
-        schema = _guess(row)
-    if schema in ("messages", "conversations"):
-        return _chat(row, schema)
-    if schema == "prompt":
-        return _pair(row)
-    if schema == "text":
-        if not isinstance(row.get("text"), str) or not row["text"].strip():
-            raise Drop("empty_conversation", "text is empty or no text")
-        return Text(row["text"])
-    return _tokens(row)
-
-
-def messages_of(content: Any) -> tuple[str, Chat]:
-    """(the record's own id or "", its messages): for `regenerate`, which needs no answer to be there yet."""
-    row = parse(content)
-    row = {"messages": row} if isinstance(row, list) else row
-    if not isinstance(row, dict):
-        raise Drop("not_an_object", type(row).__name__)
-    row = {k: v for k, v in row.items() if v is not None}
-    asked = next((row[k] for k in ("prompt", "question", "instruction", "query") if isinstance(row.get(k), str)), None)
-    if not row.get("messages") and not row.get("conversations") and asked is not None:
-        row = {"id": row.get("id"), "messages": [{"role": "user", "content": asked}]}
-    elif not row.get("messages") and isinstance(row.get("prompt"), list):
-        row = {"id": row.get("id"), "messages": row["prompt"], "tools": row.get("tools")}
-    key = "messages" if row.get("messages") or "conversations" not in row else "conversations"
-    if key not in row:
-        raise Drop("unknown_schema", "keys: " + ", ".join(sorted(map(str, row)))[:200])
-    messages = _messages(row[key])
-    if not any(m["role"] == "user" for m in messages):
-        raise Drop("empty_conversation", "nothing to answer")
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    own = row.get("id")
-    return str(own) if isinstance(own, str | int) else "", Chat(messages, _tools(row.get("tools")))
+    return {k: v for k, v in row.items() if v is not None}
 
 
 def _guess(row: dict[str, Any]) -> str:
     if "input_ids" in row:
         return "tokens"
-    both = [row[k] for k in ("messages", "conversations") if row.get(k)]
-    if len(both) == 2 and _messages(both[0]) != _messages(both[1]):
-        raise Drop("ambiguous_schema")
-    for name in ("messages", "conversations"):
-        if row.get(name) or (name in row and "conversations" not in row) or (name in row and name == "conversations"):
-            return name
+    if name := _guess_messages(row):
+        return name
     if ("prompt" in row and any(k in row for k in _COMPLETIONS)) or any(a in row and b in row for a, b in _CHAT_PAIRS):
         return "prompt"
     if "text" in row:
@@ -148,18 +180,46 @@ def _guess(row: dict[str, Any]) -> str:
     raise Drop("unknown_schema", "keys: " + ", ".join(sorted(map(str, row)))[:200])
 
 
-def _chat(row: dict[str, Any], key: str) -> Chat:
+def _guess_messages(row: dict[str, Any]) -> str | None:
+    """The key under which the messages are. Of two that agree, or one that is empty, the other is taken out."""
+    names = [name for name in ("messages", "conversations") if name in row]
+    if len(names) == 2:
+        if row["messages"] and row["conversations"] and _said(row["messages"]) != _said(row["conversations"]):
+            raise Drop("ambiguous_schema")
+        del row["conversations" if row["messages"] else "messages"]
+        return "messages" if "messages" in row else "conversations"
+    return names[0] if names else None
+
+
+def _said(value: Any) -> list[tuple[str, str, Any]]:
+    return [(m["role"], text_of(m), m.get("tool_calls")) for m in read_messages(value, set())[0]]
+
+
+def _chat(row: dict[str, Any], key: str, unused: set[str]) -> Chat:
     if key not in row:
-        raise Drop("unknown_schema", f"no {key!r}")
-    messages = _messages(row[key])
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return Chat(_checked(messages), _tools(row.get("tools")))
+        raise Drop("unknown_schema", f"no {key!r}; keys: " + ", ".join(sorted(map(str, row)))[:200])
+    return _with_context(row, row.pop(key), unused)
 
 
-def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_context(row: dict[str, Any], turns: Any, unused: set[str]) -> Chat:
+    """The conversation ``turns`` with what stands beside it: system text and tools."""
+    messages, inside = read_messages(turns, unused)
+    for name in _SYSTEM:
+        text = row.get(name)
+        if not isinstance(text, str):
+            continue
+        if not text.strip() or not messages or messages[0]["role"] != "system":
+            del row[name]
+            messages = [{"role": "system", "content": text}, *messages] if text.strip() and messages else messages
+    tools = tools_of(row)
+    if tools and inside and tools != inside:
+        raise Drop("bad_tools", "those of the row and of a message differ")
+    return Chat(messages, tools or inside or None)
+
+
+def _answered(chat: Chat) -> Chat:
     """Refuse conversations in which nothing is answered, and those that begin with an answer."""
+    messages = chat.messages
     if not messages:
         raise Drop("empty_conversation")
     opening = next((m["role"] for m in messages if m["role"] not in ("system", "developer")), None)
@@ -167,144 +227,24 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise Drop("assistant_first")
     if not any(m["role"] == "assistant" for m in messages):
         raise Drop("no_answer", "roles: " + ", ".join(m["role"] for m in messages)[:100])
-    return messages
+    if all(is_blank(m) for m in messages if m["role"] == "assistant"):
+        raise Drop("empty_answer")
+    return chat
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise Drop("bad_content", "messages is text, not a list") from error
-    if isinstance(value, dict):
-        value = _rows_of_columns(value)
-    if not isinstance(value, list):
-        raise Drop("bad_content", f"messages is {type(value).__name__}, not a list")
-    messages = [_message(m) for m in value]
-    # An empty system text means "none"; rendered, it would be a system turn that nobody wrote.
-    return [m for m in messages if not (m["role"] == "system" and not m["content"].strip())]
-
-
-def _rows_of_columns(columns: dict[str, Any]) -> Any:
-    """Messages as columns, {"role": […], "content": […]}, as `datasets` stores a list of objects."""
-    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-    if not lists or len({len(values) for values in lists.values()}) != 1 or len(lists) != len(columns):
-        return columns
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-
-
-def _message(raw: Any) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise Drop("bad_content", f"a message is {type(raw).__name__}, not an object")
-    raw = {k: v for k, v in raw.items() if v is not None}
-    name = raw.get("role", raw.get("from"))
-    if not name:
-        raise Drop("missing_role")
-    role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
-    if role is None:
-        raise Drop("unknown_role", repr(name)[:80])
-    content = raw.get("content", raw.get("value"))
-    if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(_json_or_none(content))]}
-    calls = [_tool_call(call) for call in _list(raw.get("tool_calls"), "bad_tool_call")]
-    if content is None and not calls:
-        raise Drop("missing_content", f"role {role}")
-    message: dict[str, Any] = {"role": role, "content": _text(content) if content is not None else ""}
-    if calls:
-        message["tool_calls"] = calls
-    message.update(_extras(raw, role))
-    if not message["content"].strip() and not calls:
-        if role == "assistant":
-            raise Drop("empty_answer")
-        if role == "user":
-            raise Drop("empty_turn")
-    return message
-
-
-def _extras(raw: dict[str, Any], role: str) -> dict[str, Any]:
-    extras: dict[str, Any] = {k: raw[k] for k in ("name", "tool_call_id") if isinstance(raw.get(k), str)}
-    thought = next((raw[k] for k in _REASONING if k in raw), None)
-    if thought is not None and not isinstance(thought, str):
-        raise Drop("bad_reasoning", type(thought).__name__)
-    if role == "assistant" and thought and thought.strip():
-        extras.update(dict.fromkeys(_REASONING, thought))  # templates disagree on the name; each reads its own
-    if role == "assistant" and raw.get("truncated") is True:  # cut at max_tokens: the target did not end this turn
-        extras["truncated"] = True
-    return extras
-
-
-def _text(content: Any) -> str:
-    """A message's text. Parts are joined; a part that is no text (an image) cannot be tokenised here."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise Drop("bad_content", f"content is {type(content).__name__}")
-    parts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
-            raise Drop(
-                "bad_content", f"part of type {part.get('type') if isinstance(part, dict) else type(part).__name__}"
-            )
-        parts.append(text)
-    return "".join(parts)
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments"}}; arguments as an object wherever they are one, because
-    servers decode them before they render history."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Drop("bad_tool_call", str(call)[:100])
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        decoded = _json_or_none(arguments)
-        arguments = decoded if isinstance(decoded, dict) else ({} if not arguments.strip() else arguments)
-    if not isinstance(arguments, dict | str):
-        raise Drop("bad_tool_call", f"arguments are {type(arguments).__name__}")
-    out = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    if isinstance(call.get("id"), str):
-        out["id"] = call["id"]
-    return out
-
-
-def _tools(value: Any) -> list[Any] | None:
-    tools = _list(value, "bad_tools")
-    if any(not isinstance(tool, dict) for tool in tools):
-        raise Drop("bad_tools", "a tool is not an object")
-    return tools or None
-
-
-def _list(value: Any, reason: str) -> list[Any]:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return []
-    if isinstance(value, str):
-        value = _json_or_none(value)
-    if value is None or not isinstance(value, list):
-        raise Drop(reason, "not a list")
-    return value
-
-
-def _json_or_none(text: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        return None
-
-
-def _pair(row: dict[str, Any]) -> Sample:
+def _pair(row: dict[str, Any], unused: set[str]) -> Sample:
     for ask, answer in _CHAT_PAIRS:  # questions are asked through the template; a prompt is raw text
         if ask in row and answer in row and "prompt" not in row:
-            question = row[ask]
-            if isinstance(row.get("input"), str) and row["input"].strip():
-                question = f"{question}\n\n{row['input']}"
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row[answer]}]
-            return Chat(_checked(_messages(turns)), _tools(row.get("tools")))
-    prompt = row.get("prompt")
-    completion = next((row[k] for k in _COMPLETIONS if k in row), None)
+            turns = [*_history(row), _question(row, row.pop(ask)), {"role": "assistant", "content": row.pop(answer)}]
+            return _answered(_with_context(row, turns, unused))
+    prompt = row.pop("prompt", None)
+    name = next((k for k in _COMPLETIONS if k in row), None)
+    completion = row.pop(name) if name else None
+    if name == "chosen":
+        row.pop("rejected", None)
     if isinstance(prompt, list):
         said = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        return Chat(_checked(_messages(prompt + said)), _tools(row.get("tools")))
+        return _answered(_with_context(row, prompt + said, unused))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise Drop("bad_content", "prompt and completion must both be text, or lists of messages")
     if not prompt:
@@ -314,11 +254,32 @@ def _pair(row: dict[str, Any]) -> Sample:
     return Pair(prompt, completion)
 
 
+def _question(row: dict[str, Any], question: Any) -> dict[str, Any]:
+    more = row.get("input")
+    if isinstance(more, str) and isinstance(question, str):
+        del row["input"]
+        question = f"{question}\n\n{more}" if more.strip() else question
+    return {"role": "user", "content": question}
+
+
+def _history(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns before the question: pairs of texts, or messages."""
+    turns: list[dict[str, Any]] = []
+    for turn in list_of(row.pop("history", None), "bad_content"):
+        if isinstance(turn, dict):
+            turns.append(turn)
+        elif isinstance(turn, list) and len(turn) == 2:
+            turns += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        else:
+            raise Drop("bad_content", "history must hold pairs of texts, or messages")
+    return turns
+
+
 def _tokens(row: dict[str, Any]) -> Tokens:
-    ids = row.get("input_ids")
-    mask = next((row[k] for k in ("loss_mask", "assistant_masks", "assistant_mask") if k in row), None)
+    ids = row.pop("input_ids", None)
+    mask = next((row.pop(k) for k in ("loss_mask", "assistant_masks", "assistant_mask") if k in row), None)
     if mask is None and isinstance(row.get("labels"), list):
-        mask = [int(label != -100) for label in row["labels"]]
+        mask = [int(label != -100) for label in row.pop("labels")]
     if not isinstance(ids, list) or not isinstance(mask, list):
         raise Drop("bad_tokens", "input_ids and loss_mask must be lists")
     if len(ids) != len(mask) or not ids:

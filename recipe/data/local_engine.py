@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipe.data.answer import Answer, Sampling
 from recipe.data.chat_mask import ChatMask
+from recipe.data.conversation import Chat
 from recipe.data.tokenizer import load_tokenizer
 from recipe.whole_model import load_whole_model
 
@@ -28,7 +30,8 @@ class LocalEngine:
         self.model = load_whole_model(path, getattr(torch, dtype), "--model").to(self.device)
         if self.device == "cpu":
             _unwrap_gpu_kernels(self.model)
-        self.stops = sorted(ChatMask(self.tokenizer, path).stops)
+        mask = ChatMask(self.tokenizer, path)
+        self.turns, self.stops = mask.turns, sorted(mask.stops)
         self.equal_lengths = not self._ignores_padding()
         self.name = Path(path).name
 
@@ -56,10 +59,11 @@ class LocalEngine:
         return self.torch.tensor(ids, device=self.device), self.torch.tensor(seen, device=self.device)
 
     def encode(self, messages: list[dict[str, Any]], tools: list[Any] | None, sampling: Sampling) -> list[int]:
-        """Prompt ids, as a server would make them."""
-        text = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **sampling.template_arguments()
-        )
+        """Prompt ids, as a server would make them. Raises Drop where the template refuses or loses a turn."""
+        given = self.turns.shown.given(Chat(messages, tools), Counter())
+        arguments = sampling.template_arguments()
+        text = self.turns.render(given.messages, tools, add_generation_prompt=True, **arguments)
+        self.turns.shown.check(given.messages, tools, text)
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def batches(self, prompts: Sequence[list[int]]) -> Iterator[list[int]]:

@@ -17,22 +17,22 @@ Messages = list[dict[str, Any]]
 Render = Callable[..., str]  # (messages, tools, **arguments) -> text; raises Drop where the template refuses
 
 PROBE = "zqanswerqz"
-_TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {"name": "f", "description": "g", "parameters": {"type": "object", "properties": {}}},
     }
 ]
 _CALL = {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {"x": 1}}}
-_CALLED: Messages = [
+CALLED: Messages = [
     {"role": "user", "content": "question"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "result", "name": "f", "tool_call_id": "call12345"},
 ]
 _PROBES: list[tuple[Messages, list[Any] | None]] = [
     ([{"role": "user", "content": "question"}], None),
-    ([{"role": "user", "content": "question"}], _TOOLS),
-    (_CALLED, _TOOLS),
+    ([{"role": "user", "content": "question"}], TOOLS),
+    (CALLED, TOOLS),
 ]
 _SWITCHES = ("enable_thinking", "thinking")  # what most templates call it
 _SWITCH = re.compile("think|reason")
@@ -144,7 +144,7 @@ class Manner:
 
 def manner(render: Render, arguments: dict[str, Any], tools: bool) -> Manner | None:
     """None where prompt and answer have no common opening, or the template refuses even the probe."""
-    given = _TOOLS if tools else None
+    given = TOOLS if tools else None
     try:
         before = render(asked(), given, **arguments)
         prompt = render(asked(), given, add_generation_prompt=True, **arguments)
@@ -168,9 +168,9 @@ def manner(render: Render, arguments: dict[str, Any], tools: bool) -> Manner | N
 def shown_thought(render: Render, arguments: dict[str, Any]) -> Frame | None:
     """How the template frames a thought before a tool call: some show thoughts nowhere else."""
     thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
-    call = {**_CALLED[1], "content": "said", **thought}
+    call = {**CALLED[1], "content": "said", **thought}
     try:
-        return Frame.seen(render([_CALLED[0], call], _TOOLS, **arguments), PROBE)
+        return Frame.seen(render([CALLED[0], call], TOOLS, **arguments), PROBE)
     except Drop:
         return None
 
@@ -193,7 +193,7 @@ def ends_of_turns(render: Render, special: re.Pattern[str] | None, stops: set[st
     """The generated part of an end stays when a next message comes: what is printed after the last answer alone (Phi's
     end of text) was not generated. In it the first token that stops a generation counts. Where none is known, the last
     one counts if all of it stays, else the first."""
-    given = _TOOLS if tools else None
+    given = TOOLS if tools else None
     try:
         last = render(asked(PROBE), given).rpartition(PROBE)[2]
     except Drop:
@@ -216,7 +216,7 @@ def ends_of_turns(render: Render, special: re.Pattern[str] | None, stops: set[st
 
 def _tool_end(render: Render, special: re.Pattern[str]) -> str:
     try:
-        return _next_end(special, render(_CALLED[:2], _TOOLS), render(_CALLED, _TOOLS))
+        return _next_end(special, render(CALLED[:2], TOOLS), render(CALLED, TOOLS))
     except Drop:
         return ""
 

@@ -34,7 +34,7 @@ from recipe.errors import ConfigError
 DEFAULT_MAX_SEQ_LEN: int = Data.model_fields["max_seq_len"].default
 # An interrupted job goes on from its last finished part: so many input rows, or so much time on a slow machine.
 _PART_ROWS, _PART_S = 20_000, 30.0
-_FORMAT = 4  # part of the cache key: raise it when the same input would give other rows
+_FORMAT = 5  # part of the cache key: raise it when the same input would give other rows
 
 
 def prepare(
@@ -234,14 +234,20 @@ def _chosen(paths: list[Path], settings: dict[str, Any], position: Position) -> 
 
 
 def _refuse_drops(report: Report, strict: bool) -> None:
-    if not strict or not (report.dropped or report.dropped_turns):
+    kinds = (
+        (report.dropped, "row dropped"),
+        (report.dropped_turns, "turn not supervised"),
+        (report.losses, "not used"),
+    )
+    counts, what = next(((counts, what) for counts, what in kinds if counts), (None, ""))
+    if not strict or not counts:
         return
-    reason = next(iter(report.dropped or report.dropped_turns))
-    example, what = report.examples[reason], "row dropped" if report.dropped else "turn not supervised"
+    reason = next(iter(counts))
+    example = report.examples[reason]
     raise ConfigError(
         "--strict",
         f"{example['file']}:{example['row']}",
-        f"{what}: {reason} ({example['meaning']}; {example['detail']})",
+        f"{what}: {reason} ({'; '.join(filter(None, (example['meaning'], example['detail'])))})",
         "mend the row, or leave out --strict",
     )
 
@@ -265,7 +271,9 @@ def _build(shop: _Workshop, report: Report, meta: dict[str, Any], vocabulary: in
     content = table.column("content").to_numpy()
     report.duplicates = int(len(content) - len(np.unique(content)))
     lengths, supervised = table.column("length").to_numpy(), table.column("supervised").to_numpy()
-    held = heldout_mask(table, holdout, seed) if holdout else np.zeros(len(table), dtype=bool)
+    held = np.zeros(len(table), dtype=bool)
+    if holdout:
+        held, report.heldout_short = heldout_mask(table, holdout, seed)
     store.write_split(table, shop.built / "train", ~held if holdout else None)
     if held.any():
         store.write_split(table, shop.built / "heldout", held)
@@ -303,7 +311,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--holdout", type=float, default=0, metavar="N|SHARE", help="rows kept from training")
     parser.add_argument("--max-samples", type=int, metavar="N", help="use this many rows, drawn from all inputs")
     parser.add_argument("--weights", type=float, nargs="+", metavar="W", help="one mixing weight for each input file")
-    parser.add_argument("--strict", action="store_true", help="a row or turn that cannot be used is an error")
+    parser.add_argument("--strict", action="store_true", help="whatever of a row cannot be used is an error")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and of the split (%(default)s)")
     parser.add_argument("--num-proc", type=int, metavar="N", help="worker processes (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="make the rows again even if nothing changed")

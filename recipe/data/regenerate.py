@@ -11,7 +11,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from recipe.data.hashing import key_of
 from recipe.data.journal import Journal
 from recipe.data.progress import Progress
 from recipe.data.report import Drop
+from recipe.data.shown import developer_as_system
 from recipe.data.store import cache_key
 from recipe.errors import ConfigError, RunError
 
@@ -43,19 +44,24 @@ class Outcome:
     resumed: int = 0
     failed: int = 0
     truncated: int = 0
-    dropped: Counter[str] | None = None
+    dropped: Counter[str] = field(default_factory=Counter)  # and `unused_key: NAME` of prompts that are used
     tokens: int = 0
 
 
 def read_prompts(inputs: Sequence[str | Path], dropped: Counter[str]) -> Iterator[Prompt]:
-    """Prompts of all inputs with ids that are unique and the same on every run."""
+    """Prompts of all inputs with ids that are unique and the same on every run. A developer turn becomes a system turn
+    where there is none: few templates know the role, and the server's is not known here. ``dropped`` counts the rows
+    that are no prompts, and the keys of all others that nobody reads."""
     seen: Counter[str] = Counter()
     for number, record in enumerate(read_records(find_inputs(inputs))):
+        unused: set[str] = set()
         try:
-            own, chat = messages_of(record.content)
+            own, chat = messages_of(record.content, unused)
         except Drop as drop:
             dropped[drop.reason] += 1
             continue
+        dropped.update(f"unused_key: {key[:60]}" for key in unused)
+        chat = Chat(developer_as_system(chat.messages) or chat.messages, chat.tools)
         name = unique = own or f"{os.path.basename(record.source)}:{record.number}"
         while seen[unique]:
             seen[name] += 1
@@ -160,7 +166,7 @@ def _marked(answer: Answer) -> dict[str, Any]:
 def _as_history(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the server renders: no marks of ours, thoughts only under the name that chat templates know
     (`reasoning_content`; whether history shows them is the template's affair, there and in `prepare`)."""
-    return [{k: v for k, v in m.items() if k not in ("truncated", "reasoning", "thinking")} for m in messages]
+    return [{k: v for k, v in m.items() if k not in ("train", "truncated", "reasoning", "thinking")} for m in messages]
 
 
 def _record(journal: Journal, line: dict[str, Any], answers: list[Answer], out: Outcome) -> None:
@@ -179,7 +185,8 @@ def regenerate_local(
     total: int,
     group: int = 2048,
 ) -> Outcome:
-    """Answer with a `LocalEngine`, turn by turn, in groups that bound memory."""
+    """Answer with a `LocalEngine`, turn by turn, in groups that bound memory. Prompts that the template cannot show
+    whole are left out and counted."""
     out = Outcome()
     waiting = (p for p in prompts if p.id not in journal.done)
     while chunk := list(itertools.islice(waiting, group)):
@@ -187,11 +194,15 @@ def regenerate_local(
         said: list[list[dict[str, Any]]] = [[] for _ in chunk]
         answers: list[list[Answer]] = [[] for _ in chunk]
         for turn in range(max(map(len, parts))):
-            here = [i for i in range(len(chunk)) if turn < len(parts[i])]
-            encoded = []
-            for i in here:
+            here, encoded = [], []
+            for i in [i for i in range(len(chunk)) if turn < len(parts[i])]:
                 said[i] += parts[i][turn]
-                encoded.append(engine.encode(said[i], chunk[i].chat.tools, sampling))
+                try:
+                    encoded.append(engine.encode(said[i], chunk[i].chat.tools, sampling))
+                    here.append(i)
+                except Drop as drop:
+                    out.dropped[drop.reason] += 1
+                    parts[i] = []
             for batch in engine.batches(encoded):
                 seeds = [key_of(chunk[here[j]].number, turn) % 2**30 for j in batch]
                 for k, answer in zip(batch, engine.generate([encoded[j] for j in batch], sampling, seeds), strict=True):
@@ -238,7 +249,7 @@ def regenerate(
             out = regenerate_local(prompts, engine, sampling, journal, bar, total)
         else:
             out = regenerate_served(prompts, engine, sampling, journal, concurrency, bar, total)
-    out.resumed, out.dropped = resumed, dropped
+    out.resumed, out.dropped = resumed, dropped + out.dropped
     return out
 
 
@@ -289,11 +300,16 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         limit=args.limit,
     )
-    dropped = f" dropped={dict(out.dropped)}" if out.dropped else ""
-    print(f"written={out.written} resumed={out.resumed} failed={out.failed} truncated={out.truncated}{dropped}")
+    counts = out.dropped.items()
+    dropped = {name: count for name, count in counts if ":" not in name}
+    facts = f" dropped={dropped}" if dropped else ""
+    print(f"written={out.written} resumed={out.resumed} failed={out.failed} truncated={out.truncated}{facts}")
+    for name, count in counts:
+        if name not in dropped:
+            print(f"  not used, {count} × {name}")
     if out.written + out.resumed == 0:
         named = ", ".join(args.input)
-        why = ", ".join(f"{reason} × {count}" for reason, count in (out.dropped or {}).items())
+        why = ", ".join(f"{reason} × {count}" for reason, count in out.dropped.items())
         why = why or (f"{out.failed} failed" if out.failed else "no row in it")
         raise ConfigError("--input", named, f"gave no answer: {why}", "mend the rows, or name a file with prompts")
     if out.failed:

@@ -22,8 +22,11 @@ REASONS = {
     "empty_turn": "a user message is empty",
     "empty_answer": "an assistant message is empty",
     "bad_tools": "tools is not a list of objects",
-    "bad_tool_call": "a tool call has no name, or arguments that are neither an object nor text",
-    "bad_reasoning": "the reasoning field is not text",
+    "bad_tool_call": "a tool call has no name, or arguments that are not a JSON object",
+    "bad_reasoning": "the reasoning is not text, or not the whole thought (a summary, or encrypted)",
+    "bad_weight": "an answer has a weight other than 0 and 1, which cannot be given to it",
+    "label_false": "the row is marked as a bad answer",
+    "not_text": "the row comes with images, video or sound",
     "lone_surrogate": "the text has half of a UTF-16 pair, which no tokenizer can encode",
     "assistant_first": "the first turn is the assistant's: nothing prompts it",
     "no_answer": "there is no assistant turn",
@@ -31,6 +34,7 @@ REASONS = {
     "template_refused": "the chat template refuses this conversation",
     "template_contradicts_prompt": "the rendered answer does not continue the template's own generation prompt",
     "not_rendered": "the chat template renders nothing of this answer (it knows no tool calls)",
+    "turn_not_rendered": "the chat template prints nothing of a turn before the answer, or of its text",
     "unfinished_thought": "the answer opens a thought and never closes it, which this chat template cannot show",
     "answer_not_separable": "the answer's tokens cannot be told from the prompt's",
     "bad_tokens": "input_ids and loss_mask are not two equally long lists of valid numbers",
@@ -38,6 +42,7 @@ REASONS = {
     "answer_after_max_seq_len": "the answer begins after max_seq_len: nothing supervised is left",
     "internal_error": "our own fault: please report it",
 }
+_MOST_LOSSES = 200  # names of keys come from the input
 
 
 class Drop(Exception):
@@ -55,13 +60,15 @@ class Drop(Exception):
 @dataclass
 class Report:
     """The content of DIR/report.json. A row is one record of the input; a sequence one row of the output (a
-    conversation whose history the template rewrites becomes several)."""
+    conversation whose history the template rewrites becomes several). ``losses``: what rows that are used hold and
+    their sequences do not (`unused_key: NAME`, …), with the number of such rows."""
 
     rows_in: int = 0
     rows_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, dict[str, Any]] = field(default_factory=dict)
     dropped_turns: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     sequences: int = 0
@@ -69,30 +76,34 @@ class Report:
     supervised_tokens: int = 0
     heldout_rows: int = 0
     heldout_sequences: int = 0
+    heldout_short: str = ""  # why fewer are held out than were asked for
     duplicates: int = 0
     seconds: float = 0.0
     up_to_date: bool = False
 
-    def drop(self, source: str, where: int, error: Drop, excerpt: str) -> None:
-        """Count one dropped row and keep the first of its kind as the example."""
+    def drop(self, source: str, where: int, error: Drop, excerpt: str, answers: int = 0) -> None:
+        """Count one dropped row, of so many ``answers``, and keep the first of its kind as the example."""
         self.dropped[error.reason] += 1
         self._source(source)["dropped"] += 1
-        self._example(source, where, error, excerpt)
+        if answers:
+            self.notes["answers in dropped rows"] += answers
+        self._example(source, where, error.reason, REASONS[error.reason], error.detail, excerpt)
 
     def drop_turn(self, source: str, where: int, error: Drop, excerpt: str) -> None:
         """Count one turn that is not supervised in a row that is kept."""
         self.dropped_turns[error.reason] += 1
-        self._example(source, where, error, excerpt)
+        self._example(source, where, error.reason, REASONS[error.reason], error.detail, excerpt)
 
-    def _example(self, source: str, where: int, error: Drop, excerpt: str) -> None:
-        if error.reason not in self.examples:
-            self.examples[error.reason] = {
-                "file": source,
-                "row": where,
-                "meaning": REASONS[error.reason],
-                "detail": error.detail,
-                "excerpt": excerpt,
-            }
+    def lose(self, source: str, where: int, what: str, excerpt: str) -> None:
+        """Count one used row of which something is not used; ``what``: `unused_key: NAME` or another name."""
+        if what not in self.losses and len(self.losses) >= _MOST_LOSSES:
+            what = "unused_key: others"
+        self.losses[what] += 1
+        self._example(source, where, what, "used without it", "", excerpt)
+
+    def _example(self, source: str, where: int, name: str, meaning: str, detail: str, excerpt: str) -> None:
+        example = {"file": source, "row": where, "meaning": meaning, "detail": detail, "excerpt": excerpt}
+        self.examples.setdefault(name, example)
 
     def keep(self, source: str) -> None:
         self.rows_out += 1
@@ -108,6 +119,7 @@ class Report:
         for mine, theirs in (
             (self.dropped, other.dropped),
             (self.dropped_turns, other.dropped_turns),
+            (self.losses, other.losses),
             (self.notes, other.notes),
         ):
             mine.update(theirs)
@@ -125,7 +137,7 @@ class Report:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Report:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        for name in ("dropped", "dropped_turns", "notes"):
+        for name in ("dropped", "dropped_turns", "losses", "notes"):
             known[name] = Counter(known.get(name, {}))
         return cls(**known)
 
@@ -137,12 +149,13 @@ class Report:
             f" heldout={self.heldout_rows}",
             f"sequences={self.sequences} tokens={self.tokens} supervised={self.supervised_tokens} ({share:.1f} %)",
         ]
+        if self.heldout_short:
+            lines.append(f"  held out {self.heldout_rows} rows, {self.heldout_short}")
         for reason, count in self.dropped.most_common():
-            example = self.examples.get(reason, {})
-            lines.append(
-                f"  dropped {count} {reason}: {REASONS[reason]} (e.g. {example.get('file')}:{example.get('row')})"
-            )
-        lines += [f"  turn not supervised, {count} × {reason}" for reason, count in self.dropped_turns.most_common()]
+            lines.append(f"  dropped {count} {reason}: {REASONS[reason]}{self._where(reason)}")
+        for reason, count in self.dropped_turns.most_common():
+            lines.append(f"  turn not supervised, {count} × {reason}{self._where(reason)}")
+        lines += [f"  not used, {count} × {what}{self._where(what)}" for what, count in self.losses.most_common()]
         lines += [f"  note, {count} × {what}" for what, count in self.notes.most_common()]
         empty = [name for name, counts in self.sources.items() if not any(counts.values())]
         lines += [f"  note, no row was read from {name}" for name in empty]
@@ -151,3 +164,8 @@ class Report:
                 f"  note, {self.duplicates} sequences occur more than once (kept, never on both sides of the split)"
             )
         return "\n".join(lines)
+
+    def _where(self, name: str) -> str:
+        example = self.examples.get(name, {})
+        detail = f": {example['detail']}" if example.get("detail") else ""
+        return f" (e.g. {example.get('file')}:{example.get('row')}{detail})"

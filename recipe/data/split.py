@@ -14,8 +14,9 @@ from recipe.errors import ConfigError
 _STREAM = 11
 
 
-def heldout_mask(table: pa.Table, holdout: float, seed: int) -> np.ndarray:
-    """bool [sequences]: which go to the held-out side. ``holdout``: rows if ≥ 1, else a share of them.
+def heldout_mask(table: pa.Table, holdout: float, seed: int) -> tuple[np.ndarray, str]:
+    """(bool [sequences]: which go to the held-out side; why these are fewer rows than asked for, or ""). ``holdout``:
+    rows if ≥ 1, else a share of them.
 
     Conversations that open with the same prompt stay together, and so do equal sequences; so no held-out row is seen in
     training. Groups are taken in the order of their hash; one that would overshoot is passed over.
@@ -43,7 +44,16 @@ def heldout_mask(table: pa.Table, holdout: float, seed: int) -> np.ndarray:
         held = grown
     if held.all():
         raise ConfigError("--holdout", holdout, "leaves nothing to train on: all rows are equal", "hold out nothing")
-    return held
+    short = wanted - len(np.unique(row[held]))
+    return held, _why_short(wanted, sizes) if short > 0 else ""
+
+
+def _why_short(wanted: int, sizes: np.ndarray) -> str:
+    return (
+        f"{wanted} were asked for: rows with the same text before their first answer stay together, and no more of"
+        f" these {len(sizes)} groups fit (the largest has {sizes.max()} rows, the smallest {sizes.min()}); ask for"
+        " another number, or evaluate on prompts from another file"
+    )
 
 
 def write_prompts(table: pa.Table, held: np.ndarray, path: Path) -> int:

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipe.data.messages import text_of
+
 # How published formats open a thought: <think>, <seed:think>, [THINK], <|START_THINKING|>, <|channel>thought.
 _OPENING = re.compile(
     r"<(?P<name>[\w:-]*(?:think|thought|reason)[\w:-]*)>|\[(?P<square>THINK\w*)\]"
@@ -95,13 +97,14 @@ def thought_of(said: dict[str, Any]) -> str:
     """The text of a message's thought, wherever it stands; empty without one."""
     if said.get("reasoning_content"):
         return str(said["reasoning_content"]).strip()
-    before, closed, _ = str(said["content"]).partition("</think>")
+    before, closed, _ = text_of(said).partition("</think>")
     return before.strip().removeprefix("<think>").strip() if closed else ""
 
 
 def is_unfinished(said: dict[str, Any]) -> bool:
     """Whether the text opens a thought and never closes it."""
-    return "</think>" not in said["content"] and bool(_BEGUN.match(said["content"]))
+    text = text_of(said)
+    return "</think>" not in text and bool(_BEGUN.match(text))
 
 
 def take_apart(said: dict[str, Any], opened: Frame | None, shown: Frame | None) -> Thinking | None:
@@ -117,7 +120,7 @@ def take_apart(said: dict[str, Any], opened: Frame | None, shown: Frame | None) 
             return Thinking(thought + (shown.end() if shown and known else usual), rest)
         return Thinking(shown.around(thought), rest) if shown else None
     closing = opened.closing if opened else "</think>"
-    thought, closed, answer = said["content"].partition(closing)
+    thought, closed, answer = text_of(said).partition(closing)
     if not closed:
         return None
     if opened and thought.lstrip().startswith(opened.opening):

@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from recipe.data.chat_mask import ChatMask, Masked
-from recipe.data.conversation import Chat, Pair, Sample, Text, Tokens, normalise, parse
+from recipe.data.conversation import Chat, Pair, Sample, Text, Tokens, answers_in, normalise, parse
 from recipe.data.formats import Record
+from recipe.data.messages import is_trained, text_of
 from recipe.data.report import Drop, Report
 from recipe.data.store import SCHEMA
 
@@ -46,12 +47,13 @@ def work(chunk: Chunk, masker: ChatMask, job: Job) -> Result:
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for number, record in chunk:
         report.rows_in += 1
+        row, unused = None, set[str]()
         try:
             row = parse(record.content)
-            sample = normalise(row, job.schema)
+            sample = normalise(row, job.schema, unused)
             masked = masker.mask(sample, job.max_seq_len)
         except Drop as drop:
-            report.drop(record.source, record.number, drop, _excerpt(record.content))
+            report.drop(record.source, record.number, drop, _excerpt(record.content), answers_in(row))
             continue
         except Exception as error:  # a fault of ours must cost one row, not the job; it is counted as ours
             ours = Drop("internal_error", f"{type(error).__name__}: {error}"[:200])
@@ -60,6 +62,8 @@ def work(chunk: Chunk, masker: ChatMask, job: Job) -> Result:
         report.keep(record.source)
         for turn in masked.turns:
             report.drop_turn(record.source, record.number, turn, _excerpt(record.content))
+        for loss in sorted(masked.losses | {f"unused_key: {name[:60]}" for name in unused}):
+            report.lose(record.source, record.number, loss, _excerpt(record.content))
         _count(masked, report)
         _append(columns, number, _name(row, record), sample, masked, job.with_prompts)
     arrays = [_column(columns[f.name], f.type) for f in SCHEMA]
@@ -111,7 +115,7 @@ def _opening(sample: Sample) -> bytes:
     """What decides on which side of the split a sample lies: all that comes before the first answer."""
     if isinstance(sample, Chat):
         first = next(i for i, m in enumerate(sample.messages) if m["role"] == "assistant")
-        said = [[m["role"], m["content"].strip()] for m in sample.messages[:first]]
+        said = [[m["role"], text_of(m).strip()] for m in sample.messages[:first]]
         return json.dumps(said).encode()
     if isinstance(sample, Pair):
         return sample.prompt.encode()
@@ -128,8 +132,9 @@ def _prompt_json(name: str, sample: Sample) -> str:
         return json.dumps({"id": name})
     if isinstance(sample, Text):
         return ""
-    last = max(i for i, m in enumerate(sample.messages) if m["role"] == "assistant")
-    said: dict[str, Any] = {"id": name, "messages": sample.messages[:last]}
+    last = max(i for i, m in enumerate(sample.messages) if is_trained(m))
+    before = [{k: v for k, v in m.items() if k != "train"} for m in sample.messages[:last]]
+    said: dict[str, Any] = {"id": name, "messages": before}
     if sample.tools:
         said["tools"] = sample.tools
     return json.dumps(said)

@@ -66,6 +66,11 @@ VICUNA = (
     "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+# Shows users and answers, and passes over all others in silence.
+USERS = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ '<|im_start|>' + m.role + '\n' + m.content"
+    " + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -85,6 +90,7 @@ SPECIAL = [
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TEMPLATES = {
     "chatml": (CHATML, "<|endoftext|>", "<|im_end|>"),
+    "users": (USERS, "<|endoftext|>", "<|im_end|>"),
     "qwen": (QWEN, "<|endoftext|>", "<|im_end|>"),
     "llama3": (LLAMA3, "<|begin_of_text|>", "<|eot_id|>"),
     "gemma": (GEMMA, "<bos>", "<eos>"),

@@ -138,7 +138,7 @@ def test_parquet_is_read_one_row_group_after_the_other(tmp_path: Path) -> None:
 
 def test_strict_refuses_single_turns_too(tok: Path, tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {}}}
-    messages = [*turn("q")["messages"][:1], {"role": "assistant", "tool_calls": [call]}, *turn("x")["messages"]]
+    messages = [*turn("x")["messages"], turn("q")["messages"][0], {"role": "assistant", "tool_calls": [call]}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     report = prepare([tmp_path / "a.jsonl"], tok, tmp_path / "out")
     assert report.rows_out == 1 and dict(report.dropped_turns) == {"not_rendered": 1}

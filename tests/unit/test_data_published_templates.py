@@ -64,6 +64,7 @@ _REFUSALS = {
     "template_refused",
     "template_contradicts_prompt",
     "not_rendered",
+    "turn_not_rendered",
     "unfinished_thought",
     "too_few_supervised",
 }

@@ -21,6 +21,7 @@ import pytest
 from recipe.cli import main
 from recipe.data import regenerate as verb
 from recipe.data.answer import Sampling
+from recipe.data.chat_mask import ChatMask
 from recipe.data.local_engine import LocalEngine
 from recipe.data.prepare import prepare
 from recipe.data.rows import Rows
@@ -29,7 +30,7 @@ from recipe.errors import ConfigError, RunError
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from tests.openai_server import ModelServer
 from tests.tiny import make_target
-from tests.unit.chat_templates import save_tokenizer
+from tests.unit.chat_templates import USERS, make_tokenizer, save_tokenizer
 
 HAS_OPENAI = importlib.util.find_spec("openai") is not None
 
@@ -231,6 +232,21 @@ def test_local_answers_equal_plain_generation(model: Path, tmp_path: Path) -> No
         row = by_id[f"q.jsonl:{i + 1}"]
         assert row["answer_token_ids"] == [made]
         assert row["messages"][-1].get("truncated", False) is (made[-1] not in engine.stops)
+
+
+def test_a_prompt_that_the_template_cannot_show_whole_is_counted(model: Path, tmp_path: Path) -> None:
+    chats = [
+        [("system", "Be brief"), ("user", "a")],
+        [("user", "b")],
+        [("user", "c"), ("assistant", ""), ("tool", "9")],
+    ]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = LocalEngine(str(model))
+    engine.turns = ChatMask(make_tokenizer(template=USERS)).turns
+    out = tmp_path / "a.jsonl"
+    done = verb.regenerate([tmp_path / "q.jsonl"], out, lambda: engine, {}, Sampling(3), quiet=True)
+    assert done.written == 1 and done.dropped == {"turn_not_rendered": 2} and lines(out)[0]["id"] == "q.jsonl:2"
 
 
 def test_company_does_not_change_what_is_drawn(model: Path) -> None:

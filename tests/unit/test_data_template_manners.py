@@ -25,7 +25,7 @@ GLM = (
     LOOP
     + "{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% if enable_thinking is defined and not enable_thinking %}/nothink{% endif %}"
     "{% elif m.role == 'tool' %}{{ '<|observation|>' + m.content }}{% else %}{{ '<|assistant|>\n<think>' + (m.reasoning_content or '') + '</think>\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + (c.function.arguments | tojson) + '</tool_call>' }}{% endfor %}{% endif %}"
     + END
     + PROMPT
     + "<|assistant|>"
@@ -114,7 +114,7 @@ CASES: list[tuple[str, str, list[dict[str, Any]], list[str]]] = [
     ("the next role ends a turn", "glm", [u("Hello"), FOUR, u("x"), FINE],
      ["<|user|>Hello/nothink<|assistant|>\n<think></think>⟦\nfour<|user|>⟧x/nothink<|assistant|>\n<think></think>⟦\nfine<|user|>⟧"]),
     ("a tool's result ends a call", "glm", ASKED,
-     ["<|user|>Hello/nothink<|assistant|>\n<think></think>⟦\n<tool_call>add</tool_call><|observation|>⟧2<|assistant|>\n<think></think>⟦\nfour<|user|>⟧"]),
+     ["<|user|>Hello/nothink<|assistant|>\n<think></think>⟦\n<tool_call>add{\"a\": 1, \"b\": \"two\"}</tool_call><|observation|>⟧2<|assistant|>\n<think></think>⟦\nfour<|user|>⟧"]),
     ("a thought is served with thinking on", "glm", [u("Hello"), HM], ["<|user|>Hello<|assistant|>⟦\n<think>hm so</think>\nfour<|user|>⟧"]),
     ("each turn under its own switch", "glm", [u("Hello"), HM, u("x"), FINE],
      ["<|user|>Hello<|assistant|>⟦\n<think>hm so</think>\nfour<|user|>⟧",

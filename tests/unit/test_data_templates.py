@@ -177,7 +177,7 @@ ROWS: list[tuple[str, Any, list[dict[str, Any]] | None, dict[str, Any]]] = [
     # tools
     ("tool call, result, answer", {"messages": [u("Hello"), a("", tool_calls=[CALL]), tool("2"), a(FOUR)], "tools": TOOLS}, None,
      only(qwen3=[LONG_CALL, "four<|im_end|>"], qwen3_5=[XML_CALL, "four<|im_end|>"], llama3=[LLAMA_CALL + "<|eom_id|>", "four<|eot_id|>"],
-          chatml=["four<|im_end|>"], smollm2=["four<|im_end|>"], demo=["four<|im_end|>"], gemma="not_rendered")),
+          **dict.fromkeys((*CHATML_LIKE, "gemma"), "not_rendered"))),
     ("tool call with null content and no tools", {"messages": [u("Hello"), a(None, tool_calls=[CALL])]}, [u("Hello"), a("", tool_calls=[CALL])],
      only(qwen3=[LONG_CALL], qwen3_5=[XML_CALL], llama3=[LLAMA_CALL + "<|eot_id|>"], deepseek_r1=[R1_CALL], deepseek_v3_1=[V3_CALL],
           **dict.fromkeys((*CHATML_LIKE, "mistral", "gemma", "gemma3", "gemma4", "harmony"), "not_rendered"))),
