@@ -62,13 +62,13 @@ def plan_resume(config: RunConfig, rows: Rows, nodes: int) -> Resume:
 
 
 def _is_done(run: Path, step: int) -> bool:
-    """Whether the summary of ``run`` is of ``step``, and the export that it names is whole: an older one says nothing
-    of this step. A run that is not done has its export written again."""
+    """Whether the summary of ``run`` is of ``step`` or a later one, and the export that it names is whole: an older one
+    says nothing of this step. A run that is not done has its export written again."""
     try:
         summary = json.loads((run / "summary.json").read_text())
         named = Path(summary["export"])
         load_export(named if named.is_dir() else run / "export" / named.name)  # the run's folder may have been moved
-        return bool(summary["steps"] == step)
+        return bool(summary["steps"] >= step)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, ConfigError):
         return False
 

@@ -7,12 +7,13 @@ clipped by their one global norm before any moment.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
 import math
 import os
-import socket
+import shutil
+import signal
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from recipe.roles.optimizer_state import Shards, load_state, save_state, unlike
 SHAPES = {"fc": (16, 40), "layers.0.up_proj": (24, 16), "layers.0.down_proj": (16, 24), "layers.1.o_proj": (7, 5)}
 NORMS = {"norm": 16, "layers.0.k_norm": 5}
 STEPS, ACCUMULATION, TOTAL = 4, 2, 8
-LIMIT_S = 150
+LIMIT_S = 120
 CLIP, FIRST = 5.0, 30.0  # the first step's gradients are 30 times the later ones', as those of a fresh drafter are
 
 
@@ -140,6 +141,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
 
     rank = int(os.environ["RANK"])
     disable_shm_all_reduce()
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["MEETING"], world), rank=rank, world_size=world)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=rank, world_size=world)
     accumulation = TOTAL // world
     config = load_config_text("{}", [
@@ -187,11 +189,10 @@ def exactly(run: Callable[..., None], *args: Any) -> None:
     run(*args)
 
 
-def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: tuple[Any, ...]) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang names its line
+def rank_main(rank: int, meeting: str, world: int, exact: bool, queue: Any, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MEETING": meeting,
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cpu"}  # fmt: skip
     try:
         first, last, load, save, *rest = args
         call = (world, first, last, load, save, queue, *rest)
@@ -201,6 +202,21 @@ def rank_main(rank: int, port: int, world: int, exact: bool, queue: Any, args: t
         raise
 
 
+def first_answer(queue: Any, ranks: list[Any]) -> Any:
+    """What the first rank says. One that is killed says nothing; one that hangs is asked for its stack (SIGABRT)."""
+    end = time.monotonic() + LIMIT_S
+    while True:
+        gone = [process for process in ranks if process.exitcode not in (0, None)]
+        try:
+            return queue.get(timeout=1)
+        except Empty:
+            assert not gone, f"gone without a word: {gone}"
+        if time.monotonic() > end:
+            for process in ranks:
+                os.kill(process.pid, signal.SIGABRT)
+            raise AssertionError(f"no answer after {LIMIT_S} s")
+
+
 def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None = None, save: Path | None = None,
           exact: bool = True, poison: int = -1, bad: float = math.nan, bf16: bool = False,
           settings: tuple[str, ...] = (), unoffered: dict[str, Any] | None = None) -> Any:  # fmt: skip
@@ -208,21 +224,18 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
     import deepspeed  # noqa: F401  before the fork: once instead of in every rank
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = get_context("fork")
     queue = context.Queue()
     args = (first, last, load or [], save, poison, bad, bf16, settings, unoffered)
-    ranks = [context.Process(target=rank_main, args=(r, port, world, exact, queue, args)) for r in range(world)]
+    meeting = tempfile.mkdtemp()  # not a port, which another process may take
+    ranks = [
+        context.Process(target=rank_main, args=(rank, f"{meeting}/store", world, exact, queue, args))
+        for rank in range(world)
+    ]
     for process in ranks:
         process.start()
     try:
-        result = None
-        while result is None:
-            with contextlib.suppress(Empty):
-                result = queue.get(timeout=1)
-            assert result is not None or all(process.exitcode in (0, None) for process in ranks), "a rank is gone"
+        result = first_answer(queue, ranks)
         assert not isinstance(result, str), result
         for process in ranks:
             process.join(60)
@@ -233,6 +246,7 @@ def steps(world: int, first: int = 0, last: int = STEPS, load: list[Path] | None
         for process in ranks:
             if process.is_alive():
                 process.kill()
+        shutil.rmtree(meeting)
 
 
 def error(weights: list[Tensor], wanted: list[Tensor]) -> float:
