@@ -48,7 +48,15 @@ def check(
         Checkpoint(folder).close()
     sizes = check_data(config, shape, nodes)
     check_machine(config, sizes.ring)
-    return [*sizes.lines(), *_evaluation(config, shape)]
+    return [*sizes.lines(), *_positions(shape), *_evaluation(config, shape)]
+
+
+def _positions(shape: TargetShape) -> list[str]:
+    """What the drafter does not take over of the target's rotary embedding."""
+    if shape.rope_scaling is None or shape.inherited_scaling is not None:
+        return []
+    kind = shape.rope_scaling["rope_type"]
+    return [f"the target scales its positions ({kind}); the drafter takes only its base, {shape.rope_theta:,.0f}"]
 
 
 def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recipe.config import RunConfig
-from recipe.drafter.checkpoint import Checkpoints
+from recipe.drafter.checkpoint import Checkpoints, stored_config
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens
 from recipe.drafter.evaluation import EvaluationClerk
@@ -26,6 +27,7 @@ from recipe.roles.worlds import world_barrier
 from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
+from recipe.whole_model import embedding_scale
 
 
 def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
@@ -89,8 +91,19 @@ def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
     )
     if scene.resume:
         checkpoints.clean()
+        refuse_another_drafter(scene.run_path, engine.module.config, scene.first_step)
         checkpoints.restore(engine, scene.first_step)
     return checkpoints
+
+
+def refuse_another_drafter(run_path: Path, config: DrafterConfig, step: int) -> None:
+    """ConfigError when the checkpoint to resume holds a drafter that computes something else than ``config`` does:
+    an older version of this code may have read the target differently."""
+    stored = stored_config(run_path, step)
+    for name, ours in vars(config).items():
+        if name != "dtype" and getattr(stored, name) != ours:
+            rule = f"the drafter of its step {step} has {name} = {getattr(stored, name)}, this run's would have {ours}"
+            raise ConfigError("--resume", str(run_path), rule, "start a new run")
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -174,6 +187,7 @@ def _engine(scene: Scene) -> Any:
         scene.taps,
         mask_id,
         dtype="bfloat16" if scene.config.bf16.enabled else "float32",
+        input_embedding_scale=embedding_scale(scene.shape),
         sliding_is_causal=True,  # what SGLang always does, and vLLM by default (docs/decisions.md)
     )
     module = DFlashDrafter(config, ours.drafter.attention).initialize(ours.run.seed)
