@@ -129,4 +129,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {command}")
     if note is not None:
         print(note)
+    if args.format == "hf" and config.input_embedding_scale != 1.0:
+        print(
+            "vLLM (0.34) does not read input_embedding_scale, which this drafter needs: use --format speculators there"
+        )
     return 0

@@ -129,5 +129,5 @@ def from_speculators(data: Mapping[str, Any], tensors: Tensors) -> tuple[Drafter
         "input_embedding_scale": data.get("input_embedding_scale", 1.0),
         "dtype": data.get("dtype") or layers.get("dtype") or "bfloat16",
     }
-    config = DrafterConfig.from_dict({**layers, "dflash_config": inner})
+    config = DrafterConfig.from_dict({**written, "dflash_config": inner})
     return config, {name: tensor for name, tensor in tensors.items() if name not in EXTRA}

@@ -6,6 +6,8 @@ values, attention sinks, other rotary embeddings). A key that nobody here unders
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,7 +17,7 @@ UNDERSTOOD = {
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "layer_types",
     "in_block_causal", "is_causal", "causal", "sliding_window", "use_sliding_window", "max_window_layers", "rope_theta",
-    "rope_scaling", "rope_parameters", "input_embedding_scale", "rms_norm_eps", "hidden_act", "attention_bias",
+    "rope_scaling", "rope_parameters", "input_embedding_scale", "rms_norm_eps", "attention_bias",
     "max_position_embeddings", "dtype", "torch_dtype", "dflash_config", "sample_from_anchor", "architectures",
 }  # fmt: skip
 HARMLESS = {
@@ -28,9 +30,9 @@ HARMLESS = {
 NEUTRAL: dict[str, Any] = {
     "model_type": "qwen3", "hidden_act": "silu", "is_neox_style": True, "rope_is_neox_style": True,
     "partial_rotary_factor": 1.0, "output_multiplier": 1.0, "logit_scale": 1.0, "attention_value_scale": 1.0,
-    "projector_type": "dflash", "is_decoder": True,
+    "projector_type": "dflash",
 }  # fmt: skip
-"""Values, of keys that would be refused, that ask for nothing. None, false, 0 and what is empty do so for every key."""
+"""The one value, beside null, at which these keys ask for nothing; unknown keys do so when null, false, 0 or empty."""
 ROPES = {"default", "linear", "yarn", "llama3"}  # those of dynamic and longrope change with the length of the text
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
@@ -46,9 +48,11 @@ def refuse_switches(data: Mapping[str, Any], also: Collection[str] = (), where: 
     ``also``: further keys that the caller knows. ``where``: the object of the file that holds ``data``.
     """
     for key, value in data.items():
-        asks = value not in (None, False, "", [], {}) and value != NEUTRAL.get(key)
-        known = (key in UNDERSTOOD and key not in NEUTRAL) or key in HARMLESS or key in also
-        if asks and not known and value != _qwen3_defaults().get(key, ...):
+        if key in NEUTRAL:
+            fine = value is None or value == NEUTRAL[key]
+        else:
+            fine = key in UNDERSTOOD or key in HARMLESS or key in also or value in (None, False, "", [], {})
+        if not fine and value != _qwen3_defaults().get(key, ...):
             raise ConfigError(f"{where}{key}", value, "asks for something that is not implemented here", FIX)
     inner = data.get("dflash_config")
     if isinstance(inner, Mapping):
@@ -114,5 +118,7 @@ def with_qwen3_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+@functools.cache
 def _qwen3_defaults() -> dict[str, Any]:
-    return with_qwen3_defaults({})
+    defaults: dict[str, Any] = json.loads(json.dumps(with_qwen3_defaults({})))  # with a file's kinds of keys
+    return defaults
