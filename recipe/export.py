@@ -133,4 +133,8 @@ def run(args: argparse.Namespace) -> int:
         print(note)
     if (args.dtype or config.dtype) == "float32" and args.format == "hf":
         print("sglang loads a float32 drafter as float16; for a bfloat16 target, export with --dtype bfloat16")
+    if args.format == "hf" and config.input_embedding_scale != 1.0:
+        print(
+            "vLLM (0.34) does not read input_embedding_scale, which this drafter needs: use --format speculators there"
+        )
     return 0

@@ -144,13 +144,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """The tensors of ``model.safetensors``. ConfigError when missing or damaged."""
-    path = Path(folder) / WEIGHTS
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        rule = f"model.safetensors cannot be read ({error})"
-        raise ConfigError("export", str(folder), rule, "export the checkpoint again") from None
+    """The tensors of the folder's safetensors files. ConfigError when there are none, or one is damaged."""
+    tensors: Tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")) or [Path(folder) / WEIGHTS]:
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            rule = f"{path.name} cannot be read ({error})"
+            raise ConfigError("export", str(folder), rule, "export the checkpoint again") from None
+    return tensors
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from recipe.drafter.config import SLIDING, DrafterConfig
+from recipe.drafter.switches import one_rope, refuse_switches, with_qwen3_defaults
 from recipe.errors import ConfigError, RunError
 from recipe.export_layout import (
     DTYPES,
@@ -27,7 +28,13 @@ from recipe.export_layout import (
 )
 
 OWN = {"architectures", "dflash_config", "block_size", "mask_token_id", "num_target_layers"}
-EXTRA = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+EXTRA = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
+KNOWN = {
+    "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
+    "draft_vocab_size", "aux_hidden_state_layer_ids", "sliding_window_non_causal",
+    # of the projector "domino", which is refused, and of training
+    "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio", "auf",
+}  # fmt: skip
 
 
 def export_speculators(
@@ -59,7 +66,8 @@ def export_speculators(
                               "name the target that the drafter was trained for")  # fmt: skip
     stored = DTYPES[dtype]
     tensors: Tensors = {name: tensor.detach().to("cpu", stored) for name, tensor in state_dict.items()}
-    tensors["embed_tokens.weight"] = embed.detach().to("cpu", stored)
+    # Readers of this layout take its table as it is: scaled as the target's embedding module does.
+    tensors["embed_tokens.weight"] = (embed.detach().to("cpu", stored) * config.input_embedding_scale).to(stored)
     tensors["lm_head.weight"] = head.detach().to("cpu", stored, copy=True)  # a copy: shared storage is refused
     written = _config(config.with_dtype(dtype), target, target_architectures)
 
@@ -91,6 +99,7 @@ def _config(config: DrafterConfig, target: str, architectures: list[str]) -> dic
         "sliding_window_non_causal": not config.is_causal,
         "sample_from_anchor": False,
         "num_target_layers": config.num_target_layers,
+        "input_embedding_scale": config.input_embedding_scale,  # of the target's table; embed_tokens has it already
         "dtype": config.dtype,
         "tie_word_embeddings": False,
         "speculators_config": {
@@ -102,23 +111,18 @@ def _config(config: DrafterConfig, target: str, architectures: list[str]) -> dic
     }
 
 
-def with_qwen3_defaults(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """speculators writes only what differs from transformers' defaults: put the defaults back."""
-    from transformers import Qwen3Config
-
-    known = {key: value for key, value in layers.items() if key not in ("model_type", "transformers_version")}
-    return Qwen3Config(**known).to_dict()
-
-
 def from_speculators(data: Mapping[str, Any], tensors: Tensors) -> tuple[DrafterConfig, Tensors]:
     """Config and the drafter's own tensors of a speculators export. ConfigError names what is missing."""
-    for key in ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size"):
+    refuse_switches(data, KNOWN)
+    for key in ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id"):
         if data.get(key) is None:
             raise ConfigError(
                 key, None, "the speculators export lacks the key", "add the trainer's value to config.json"
             )
     refuse_shifted(data.get("sample_from_anchor"))
-    layers = with_qwen3_defaults(data["transformer_layer_config"])
+    written = data["transformer_layer_config"]
+    refuse_switches(written, where="transformer_layer_config.")
+    layers = with_qwen3_defaults({**written, "rope_parameters": one_rope(written), "rope_scaling": None})
     if data.get("draft_vocab_size", layers.get("vocab_size")) != layers.get("vocab_size"):
         rule = f"a reduced draft vocabulary (of {layers.get('vocab_size')}) is not decoded here"
         raise ConfigError("draft_vocab_size", data["draft_vocab_size"], rule, "use a full-vocabulary drafter")
@@ -126,13 +130,14 @@ def from_speculators(data: Mapping[str, Any], tensors: Tensors) -> tuple[Drafter
     types = layers.get("layer_types") or ["full_attention"] * int(layers.get("num_hidden_layers", 0))
     causal = not data.get("sliding_window_non_causal", False)
     inner = {
-        "block_size": data["block_size"],
+        "block_size": data.get("block_size", 8),  # its class's default
         "mask_token_id": data["mask_token_id"],
         "target_layer_ids": taps,
         # Its own exports do not hold the target's depth; a depth that admits the taps keeps every check but one.
         "num_target_layers": data.get("num_target_layers") or max(taps) + 2,
         "in_block_causal": [causal and kind == SLIDING for kind in types],
+        "input_embedding_scale": data.get("input_embedding_scale", 1.0),
         "dtype": data.get("dtype") or layers.get("dtype") or "bfloat16",
     }
-    config = DrafterConfig.from_dict({**layers, "dflash_config": inner})
+    config = DrafterConfig.from_dict({**written, "dflash_config": inner})
     return config, {name: tensor for name, tensor in tensors.items() if name not in EXTRA}

@@ -1,23 +1,30 @@
-"""The target's shape, read from its ``config.json``: what every size in a run is derived from. Loads no weights."""
+"""The target's shape, read from its ``config.json``: what every size in a run is derived from. Loads no weights.
+
+transformers' config class of the model type does the reading: files leave out what is the class's default, and some
+types name or nest things in their own way. Its modelling code is not imported.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipe.errors import ConfigError
 
-NAMED_ALIKE = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)  # by most model types; the others are asked of transformers
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 MOST_LAYERS = 4096  # a damaged file must not make lists that fill the memory
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size")  # by the types that have them
+INHERITED = {  # scalings of positions that a drafter takes over, with all keys that they may have
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"},
+}
 KNOWN_SHAPES = Path(__file__).parent / "known_shapes"
 
 
@@ -81,9 +88,11 @@ class TargetShape:
     """Sizes of a decoder-only language model. The ``linear_*`` fields are None unless it has DeltaNet layers,
     ``moe`` is None unless it has mixtures of experts.
 
-    ``layer_types`` has one of "full_attention", "linear_attention", "sliding_attention" per layer. ``text_config`` is
-    the text part of ``config.json``, from which transformers builds the model. ``model_type`` is the text model's,
-    without a trailing ``_text`` (so "qwen3_5" for the vision-language and for the text-only checkpoint).
+    ``rope_theta`` and ``rope_scaling`` (transformers' keys, None where positions are not scaled) are those of layers
+    that see the whole text. ``layer_types``: "full_attention", "linear_attention", "sliding_attention" or another of
+    transformers' words for each layer. ``text_config`` is all that transformers' config class makes of the text part,
+    class defaults included, and what it builds the model from. ``model_type`` is the text model's, without a trailing
+    ``_text`` (so "qwen3_5" for the vision-language and for the text-only checkpoint).
     """
 
     model_type: str
@@ -99,6 +108,7 @@ class TargetShape:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layer_types: tuple[str, ...]
+    rope_scaling: dict[str, Any] | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
@@ -110,6 +120,17 @@ class TargetShape:
     @property
     def hybrid(self) -> bool:
         return "linear_attention" in self.layer_types
+
+    @property
+    def inherited_scaling(self) -> dict[str, Any] | None:
+        """The scaling of positions where a drafter takes it over; None: it takes the base only.
+
+        That is where all readers compute the same, and fast rotations stay as they are: a drafter tells the slots of a
+        block apart by nothing else (linear scaling slows all of them).
+        """
+        scaling = {key: value for key, value in (self.rope_scaling or {}).items() if value is not None}
+        keys = INHERITED.get(scaling.get("rope_type", ""), set())
+        return scaling if keys and scaling.keys() - {"rope_type"} <= keys else None
 
     @classmethod
     def resolve(cls, path: str, revision: str | None = None) -> TargetShape:
@@ -137,20 +158,56 @@ class TargetShape:
         if not isinstance(inner or config, dict):
             rule = "must be a JSON object" + (", text_config too" if isinstance(config, dict) else "")
             raise ConfigError(source, type(inner or config).__name__, rule, "fetch config.json again")
-        text = dict(inner or config)
-        text.setdefault("model_type", config.get("model_type"))
-        if "tie_word_embeddings" not in text:  # vision-language checkpoints keep it outside
-            text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
         try:
-            if any(text.get(key) is None for key in NAMED_ALIKE):
-                text = _with_defaults(text)
-            return cls(**_positive(_sizes(text)), text_config=text)
+            text = read_text_config(config)
+            return cls(**_positive(_sizes(text)), text_config=text.to_dict())
         except Exception as error:  # transformers' own checks of a damaged file raise types of many libraries
             said = " ".join(str(error).split())[:160]
             rule = f"cannot be read as a decoder-only language model: {type(error).__name__}: {said}"
             raise ConfigError(
-                source, text.get("model_type"), rule, "use a causal language model that transformers knows"
+                source, config.get("model_type"), rule, "use a causal language model that transformers knows"
             ) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Only errors are logged by transformers: for steps whose findings are ours to report, and that each rank does."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def read_text_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """transformers' config object of the language model that a ``config.json`` describes, class defaults filled in."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    inner = config.get("text_config") or {}
+    model_type = config.get("model_type")
+    if inner and model_type not in CONFIG_MAPPING:  # a wrapper that transformers does not know, around a type it does
+        config, inner, model_type = {**config, **inner}, {}, inner.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ValueError(f"transformers knows no model type {model_type!r}")
+    layers = {**config, **inner}.get("num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}")
+    kind = CONFIG_MAPPING[model_type]
+    with quiet_transformers():  # it remarks on token ids that nobody reads here
+        whole = kind.from_dict(kind._decode_special_floats(dict(config)))  # how files spell infinity; copies the rest
+    text = whole.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False):  # what most layers have, where some differ
+        text.allow_global_per_layer_attribute_access = True
+    if text is not whole:
+        # A model of text and images obeys the outer key; of some types only the text part is a causal model.
+        alone = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "").endswith("ForCausalLM")
+        if not alone or ("tie_word_embeddings" in config and "tie_word_embeddings" not in inner):
+            text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
+    return text
 
 
 def _positive(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -161,73 +218,87 @@ def _positive(sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that config.json leaves to transformers or names otherwise (GPT-2's n_embd) added under their names."""
-    from transformers import AutoConfig
-
-    settings = {key: value for key, value in text.items() if key != "model_type"}
-    config = AutoConfig.for_model(text["model_type"], **settings)
-    found: dict[str, Any] = {
-        key: getattr(config, key, None) for key in (*NAMED_ALIKE, "intermediate_size", "num_key_value_heads")
-    }
-    if not found["intermediate_size"]:
-        found["intermediate_size"] = 4 * int(found["hidden_size"])
-    return {key: value for key, value in found.items() if value is not None} | text
-
-
-def _sizes(text: dict[str, Any]) -> dict[str, Any]:
-    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-    rope = text.get("rope_parameters") or {}
+def _sizes(text: PreTrainedConfig) -> dict[str, Any]:
+    hidden, heads = _need(text, "hidden_size"), _need(text, "num_attention_heads")
     layer_types = _layer_types(text)
+    rope = full_attention_rope(text)
     sizes: dict[str, Any] = {
-        "model_type": str(text["model_type"]).removesuffix("_text"),
+        "model_type": text.model_type.removesuffix("_text"),
         "hidden_size": hidden,
-        "num_layers": int(text["num_hidden_layers"]),
-        "vocab_size": int(text["vocab_size"]),
-        "intermediate_size": int(text.get("intermediate_size") or text["moe_intermediate_size"]),
+        "num_layers": len(layer_types),
+        "vocab_size": _need(text, "vocab_size"),
+        "intermediate_size": _widest(_first(text, *MLP_WIDTHS)) or 4 * hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(text.get("num_key_value_heads") or heads),
-        "head_dim": int(text.get("head_dim") or hidden // heads),
-        "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
-        "rope_theta": float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0),
-        "max_position_embeddings": int(text["max_position_embeddings"]),
-        "tie_word_embeddings": bool(text["tie_word_embeddings"]),
+        "num_key_value_heads": _key_value_heads(text, heads),
+        "head_dim": int(_first(text, "head_dim") or hidden // heads),
+        "rms_norm_eps": float(_first(text, "rms_norm_eps") or 1e-6),
+        "rope_theta": float(rope.pop("rope_theta", None) or 10_000.0),
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+        "max_position_embeddings": _need(text, "max_position_embeddings", "max_seq_len"),
+        "tie_word_embeddings": bool(_first(text, "tie_word_embeddings")),
         "layer_types": layer_types,
     }
-    if "linear_attention" in layer_types:
+    if hasattr(text, "linear_num_key_heads"):
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
-            sizes[f"linear_{name}"] = int(text[f"linear_{name}"])
-    experts = text.get("num_experts") or text.get("num_local_experts")  # transformers writes the latter
-    if experts and text.get("moe_intermediate_size"):
+            sizes[f"linear_{name}"] = int(getattr(text, f"linear_{name}"))
+    experts = _first(text, "num_experts", "num_local_experts")
+    if experts and _first(text, "moe_intermediate_size") and _first(text, "num_experts_per_tok"):
         sizes["moe"] = _moe(text, int(experts))
     return sizes
 
 
-def _moe(text: dict[str, Any], experts: int) -> MoeShape:
-    layers, step = int(text["num_hidden_layers"]), int(text.get("decoder_sparse_step") or 1)
-    dense = set(text.get("mlp_only_layers") or ())
+def _first(text: PreTrainedConfig, *names: str) -> Any:
+    """The value of the first of these attributes that the config has and that is not None."""
+    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+
+
+def _need(text: PreTrainedConfig, *names: str) -> int:
+    value = _first(text, *names)
+    if value is None:
+        raise ValueError(f"this type has no {names[0]}")
+    return int(value)
+
+
+def _widest(width: int | list[int] | None) -> int:
+    """Of the MLPs, where each layer has its own width."""
+    return max(width, default=0) if isinstance(width, list | tuple) else int(width or 0)
+
+
+def _key_value_heads(text: PreTrainedConfig, heads: int) -> int:
+    if getattr(text, "multi_query", False) and not getattr(
+        text, "new_decoder_architecture", False
+    ):  # Falcon, StarCoder
+        return 1
+    return int(_first(text, "num_key_value_heads", "num_kv_heads") or heads)
+
+
+def full_attention_rope(text: PreTrainedConfig) -> dict[str, Any]:
+    """The rotary settings of the layers that see the whole text; {} for a model without a rotary embedding."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
+    # DeepSeek-V4's layers that see the whole text see it compressed
+    return dict(next((nested[kind] for kind in ("full_attention", "compress", *nested) if kind in nested), rope))
+
+
+def _moe(text: PreTrainedConfig, experts: int) -> MoeShape:
+    step = _first(text, "decoder_sparse_step") or 1
+    dense = set(_first(text, "mlp_only_layers") or ())
     return MoeShape(
         experts=experts,
-        experts_per_token=int(text["num_experts_per_tok"]),
-        intermediate_size=int(text["moe_intermediate_size"]),
-        shared_intermediate_size=int(text.get("shared_expert_intermediate_size") or 0),
-        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        experts_per_token=int(text.num_experts_per_tok),
+        intermediate_size=int(text.moe_intermediate_size),
+        shared_intermediate_size=int(_first(text, "shared_expert_intermediate_size") or 0),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(int(text.num_hidden_layers))),
     )
 
 
-def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
-    layers = int(text["num_hidden_layers"])
-    if not 0 < layers <= MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers}")
-    given = text.get("layer_types")
-    if given:
-        if len(given) < layers:
-            raise ValueError(f"layer_types lists {len(given)} of {layers} layers")
-        return tuple(given[:layers])
-    if str(text["model_type"]).startswith(("qwen3_5", "qwen3_next")):
-        every = int(text.get("full_attention_interval", 4))
-        return tuple("full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers))
-    if text.get("use_sliding_window") and text.get("sliding_window"):
-        first = int(text.get("max_window_layers", 0))
-        return tuple("full_attention" if i < first else "sliding_attention" for i in range(layers))
-    return ("full_attention",) * layers
+def _layer_types(text: PreTrainedConfig) -> tuple[str, ...]:
+    # LongCat counts the two attentions of each layer
+    layers = int(text.num_layers if text.model_type == "longcat_flash" else text.num_hidden_layers)
+    given = getattr(text, "layer_types", None)
+    if not given:  # Mistral: a window, if there is one, holds for all layers
+        sliding = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        return ("sliding_attention" if sliding else "full_attention",) * layers
+    if len(given) < layers:
+        raise ValueError(f"layer_types lists {len(given)} of {layers} layers")
+    return tuple(given[:layers])

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from recipe.errors import ConfigError
-from recipe.shapes import model_folder
+from recipe.shapes import TargetShape, model_folder
 
 PREFIXES = (
     "model.language_model.",
@@ -119,10 +119,7 @@ class Checkpoint:
     @property
     def tied(self) -> bool:
         """True when the head is the embedding: config.json says so, or the checkpoint has no head of its own."""
-        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config") or {}
-        flag = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-        return bool(flag) or "lm_head.weight" not in self._keys
+        return "lm_head.weight" not in self._keys or TargetShape.resolve(str(self.folder)).tie_word_embeddings
 
     def head(self, device: str | torch.device = "cpu") -> torch.Tensor:
         """Output head [V, H]; the embedding where the two are tied."""

@@ -56,7 +56,7 @@ def check(
         checkpoint.close()
     sizes = check_data(config, shape, nodes)
     check_machine(config, sizes.ring, nodes)
-    return [*sizes.lines(), *_dtypes(stored, target.dtype), *_evaluation(config, shape)]
+    return [*sizes.lines(), *_dtypes(stored, target.dtype), *_positions(shape), *_evaluation(config, shape)]
 
 
 def _dtypes(stored: Mapping[str, int], dtype: str) -> Iterator[str]:
@@ -75,6 +75,14 @@ def _dtypes(stored: Mapping[str, int], dtype: str) -> Iterator[str]:
             )
         else:
             yield f"{what}, which is exact; they take twice the memory, and a server that keeps {known} rounds more"
+
+
+def _positions(shape: TargetShape) -> list[str]:
+    """What the drafter does not take over of the target's rotary embedding."""
+    if shape.rope_scaling is None or shape.inherited_scaling is not None:
+        return []
+    kind = shape.rope_scaling["rope_type"]
+    return [f"the target scales its positions ({kind}); the drafter takes only its base, {shape.rope_theta:,.0f}"]
 
 
 def _evaluation(config: RunConfig, shape: TargetShape) -> list[str]:

@@ -47,8 +47,6 @@ TABLE: tuple[tuple[str, tuple[object, ...], Condition, str, str], ...] = (
      "with a folder as path: it names a version at the hub", "remove it"),
     ("dflash.drafter.sliding_window", (None,), lambda c: c.dflash.drafter.num_layers == 1,
      "with num_layers = 1: the last layer sees everything", "remove it, or use more layers"),
-    ("optimizer.params.adam_w_mode", (None, True), lambda c: c.optimizer.type == "AdamW",
-     "with type = 'AdamW', which always decouples the decay", 'remove it, or set optimizer.type to "Adam"'),
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from recipe.decode.drafter_cache import IncrementalDrafter, rms_norm, rotated
 from recipe.decode.kernels import for_any_length
 from recipe.decode.speculative import BlockProposer
 from recipe.drafter.config import SLIDING
+from recipe.drafter.pieces import embed as embed_scaled
 
 
 class BatchProposer(Protocol):
@@ -44,10 +45,13 @@ class BatchBlockProposer:
         self, taps: Sequence[torch.Tensor], given: Sequence[int], anchors: Sequence[int], counts: Sequence[int]
     ) -> torch.Tensor:
         embed, head, variant = self.proposer.embed, self.proposer.head, self.proposer.variant
-        mask = self.drafter.alone.config.mask_token_id
-        block = torch.tensor([[anchor] + [mask] * max(counts) for anchor in anchors], device=embed.device)
+        config = self.drafter.alone.config
+        block = torch.tensor(
+            [[anchor] + [config.mask_token_id] * max(counts) for anchor in anchors], device=embed.device
+        )
         sizes = [1 + count for count in counts]
-        hidden = self.drafter.forward(taps, given, functional.embedding(block, embed), sizes)
+        rows = embed_scaled(block, embed, config.input_embedding_scale)
+        hidden = self.drafter.forward(taps, given, rows, sizes)
         return torch.stack([variant.draft(one, lambda rows: functional.linear(rows, head)) for one in hidden.to(head)])
 
     def drop(self, stay: Sequence[int]) -> None:

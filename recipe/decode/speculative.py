@@ -20,6 +20,7 @@ from recipe.decode.cache import open_session
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.plain import now
 from recipe.decode.sampling import Sampler
+from recipe.drafter.pieces import embed as embed_scaled
 from recipe.drafter.variant import DFLASH, Variant
 
 
@@ -51,7 +52,8 @@ class BlockProposer:
 
     def propose(self, taps: list[torch.Tensor], anchor: int, count: int) -> torch.Tensor:
         block = torch.tensor([anchor] + [self.drafter.config.mask_token_id] * count, device=self.embed.device)
-        hidden = self.drafter.forward(taps, nn.functional.embedding(block, self.embed))
+        rows = embed_scaled(block, self.embed, self.drafter.config.input_embedding_scale)
+        hidden = self.drafter.forward(taps, rows)
         return self.variant.draft(hidden, lambda rows: nn.functional.linear(rows.to(self.head.dtype), self.head))
 
 

@@ -219,8 +219,13 @@ def load_weights(run_dir: str | Path, step: int | None = None) -> tuple[DrafterC
     problem = damage(path, (WEIGHTS, CONFIG))
     if problem is not None:
         raise ConfigError("--step", step, problem, f"choose another step (the run has {steps})")
-    config = DrafterConfig.from_dict(json.loads((path / CONFIG).read_text()))
-    return config, load_file(path / WEIGHTS), step
+    return stored_config(run_dir, step), load_file(path / WEIGHTS), step
+
+
+def stored_config(run_dir: str | Path, step: int) -> DrafterConfig:
+    """The drafter's, as a checkpoint holds it."""
+    path = Path(run_dir) / "checkpoints" / folder_name(step) / CONFIG
+    return DrafterConfig.from_dict(json.loads(path.read_text()))
 
 
 def saved_state(folder: Path, step: int) -> dict[str, Any]:

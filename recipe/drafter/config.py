@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from recipe.config.schema import Drafter
+from recipe.drafter.switches import one_rope, refuse_switches, with_qwen3_defaults
 from recipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class DrafterConfig:
 
     ``target_layer_ids`` are taps (0-based layer outputs of the target) in the order of ``fc``'s columns;
     ``num_target_layers`` is the target's depth. ``in_block_causal[i]`` says whether layer i looks only backwards
-    inside a block. Rotary embedding is always full and one-dimensional: the target's partial or multimodal rotary
+    inside a block. Block rows are rows of the target's table times ``input_embedding_scale``, as its embedding module
+    gives them. Rotary embedding is always full and one-dimensional: the target's partial or multimodal rotary
     settings have no field here, so they cannot leak into an export.
     """
 
@@ -49,6 +51,7 @@ class DrafterConfig:
     sliding_window: int | None = None
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
+    input_embedding_scale: float = 1.0
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     attention_bias: bool = False
@@ -127,11 +130,13 @@ class DrafterConfig:
         *,
         dtype: str = "bfloat16",
         sliding_is_causal: bool = False,
+        input_embedding_scale: float = 1.0,
     ) -> DrafterConfig:
         """The config of a new drafter for a target of this shape. Raises ConfigError.
 
         ``sliding_is_causal`` sets the in-block direction of sliding layers (full layers are always bidirectional);
         it is written into the config, because servers take different defaults (docs/algorithm.md).
+        ``input_embedding_scale``: of the target (`recipe.whole_model.embedding_scale`).
         """
         heads, kv_heads, head_dim = head_geometry(section, shape)
         layers = section.num_layers
@@ -153,6 +158,8 @@ class DrafterConfig:
             in_block_causal=tuple(sliding_is_causal and kind == SLIDING for kind in layer_types),
             sliding_window=section.sliding_window,
             rope_theta=float(shape.rope_theta),
+            rope_scaling=shape.inherited_scaling,
+            input_embedding_scale=input_embedding_scale,
             rms_norm_eps=shape.rms_norm_eps,
             max_position_embeddings=shape.max_position_embeddings,
             dtype=dtype,
@@ -161,17 +168,21 @@ class DrafterConfig:
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` that z-lab's client, SGLang and vLLM read; block_size is written in both places."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        taps, mask, causal = (plain.pop(k) for k in ("target_layer_ids", "mask_token_id", "in_block_causal"))
+        taps, mask, causal, scale = (
+            plain.pop(k) for k in ("target_layer_ids", "mask_token_id", "in_block_causal", "input_embedding_scale")
+        )
         dflash: dict[str, Any] = {
             "block_size": self.block_size,
             "mask_token_id": mask,
             "target_layer_ids": list(taps),
             "in_block_causal": list(causal),
+            "input_embedding_scale": scale,
         }
         plain |= {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
             "layer_types": list(self.layer_types),
+            "rope_parameters": self._rope_parameters(),
             "use_sliding_window": SLIDING in self.layer_types,
             "max_window_layers": self.num_hidden_layers,
             "attention_dropout": 0.0,
@@ -186,8 +197,12 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DrafterConfig:
-        """Read the z-lab layout, old or new spelling of each key. Raises ConfigError for what is missing."""
+        """Read the z-lab layout, old or new spelling of each key; what a file leaves out is Qwen3's default in
+        transformers, by which such files are saved. Raises ConfigError for what is missing or not implemented.
+        """
+        refuse_switches(data)
         inner: Mapping[str, Any] = data.get("dflash_config") or {}
+        written, data = data, with_qwen3_defaults({**data, "rope_parameters": one_rope(data), "rope_scaling": None})
 
         def first(*names: str, default: Any = None) -> Any:
             for source in (inner, data):
@@ -198,19 +213,17 @@ class DrafterConfig:
                 return default
             raise ConfigError(f"drafter.{names[0]}", None, "this drafter config lacks the key", "add it to config.json")
 
-        layers = int(first("num_hidden_layers"))
-        types = tuple(data.get("layer_types") or (FULL,) * layers)
-        rope = dict(data.get("rope_parameters") or {})
-        scaling = data.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-        hidden, heads = int(first("hidden_size")), int(first("num_attention_heads"))
+        types = tuple(data["layer_types"])
+        rope = dict(data["rope_parameters"])
+        theta = float(rope.pop("rope_theta"))
         return cls(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=int(first("num_key_value_heads", default=heads)),
-            head_dim=int(first("head_dim", default=hidden // heads)),
-            intermediate_size=int(first("intermediate_size")),
-            vocab_size=int(first("vocab_size")),
+            hidden_size=int(data["hidden_size"]),
+            num_hidden_layers=int(data["num_hidden_layers"]),
+            num_attention_heads=int(data["num_attention_heads"]),
+            num_key_value_heads=int(data["num_key_value_heads"]),
+            head_dim=int(data["head_dim"]),
+            intermediate_size=int(data["intermediate_size"]),
+            vocab_size=int(data["vocab_size"]),
             block_size=int(first("block_size")),
             mask_token_id=int(first("mask_token_id")),
             target_layer_ids=tuple(int(i) for i in first("target_layer_ids")),
@@ -218,21 +231,25 @@ class DrafterConfig:
             layer_types=types,
             in_block_causal=_in_block_direction(data, inner, types),
             sliding_window=data.get("sliding_window") if SLIDING in types else None,
-            rope_theta=float(data.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-            rope_scaling=scaling,
-            rms_norm_eps=float(first("rms_norm_eps", default=1e-6)),
-            hidden_act=str(first("hidden_act", default="silu")),
-            attention_bias=bool(data.get("attention_bias", False)),
-            max_position_embeddings=int(first("max_position_embeddings", default=32_768)),
-            tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
-            dtype=str(first("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch."),
+            rope_theta=theta,
+            rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
+            input_embedding_scale=float(first("input_embedding_scale", default=1.0)),
+            rms_norm_eps=float(data["rms_norm_eps"]),
+            hidden_act=str(data["hidden_act"]),
+            attention_bias=bool(data["attention_bias"]),
+            max_position_embeddings=int(data["max_position_embeddings"]),
+            tie_word_embeddings=bool(data["tie_word_embeddings"]),
+            dtype=str(first("dtype", default=written.get("torch_dtype") or "bfloat16")).removeprefix("torch."),
         )
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        """As transformers 5 spells base and scaling."""
+        return {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
 
     def qwen3(self) -> Qwen3Config:
         """The transformers config that its norm, MLP and rotary embedding are built from."""
         from transformers import Qwen3Config
 
-        scaling = dict(self.rope_scaling) if self.rope_scaling else {"rope_type": "default"}
         return Qwen3Config(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_hidden_layers,
@@ -244,7 +261,7 @@ class DrafterConfig:
             hidden_act=self.hidden_act,
             rms_norm_eps=self.rms_norm_eps,
             max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={**scaling, "rope_theta": self.rope_theta},
+            rope_parameters=self._rope_parameters(),
         )
 
     def with_dtype(self, dtype: str) -> DrafterConfig:

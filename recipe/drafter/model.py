@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recipe.drafter.attention import TILE, Attend, EagerAttention, FlexAttention, Visibility
 from recipe.drafter.batch import MicroBatch
 from recipe.drafter.config import SLIDING, DrafterConfig
-from recipe.drafter.pieces import RMSNorm, SwiGLU, fused, norm_rotate
+from recipe.drafter.pieces import RMSNorm, SwiGLU, embed, fused, norm_rotate
 from recipe.drafter.rotary import RotaryTables
 
 Tables = tuple[Tensor, Tensor]
@@ -114,7 +114,8 @@ class DFlashDrafter(nn.Module):
         a, b = len(batch.host.anchors), self.config.block_size
         flex = self.attention == "flex" or (self.attention == "auto" and batch.input_ids.is_cuda)
         context = self.context(batch.taps)
-        x = F.embedding(self.block_ids(batch), embedding).to(context.dtype).view(a * b, -1)
+        rows = embed(self.block_ids(batch), embedding, self.config.input_embedding_scale)
+        x = rows.to(context.dtype).view(a * b, -1)
         positions, context_positions = batch.block_positions(b).view(-1), batch.position_ids
         seen = batch.visibility(b)
         if flex:

@@ -31,6 +31,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def embed(ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    """int64 [...] -> rows of ``table`` [V, H] times ``scale`` (`DrafterConfig.input_embedding_scale`)."""
+    rows = torch.nn.functional.embedding(ids, table)
+    return rows if scale == 1.0 else rows * scale
+
+
 def norm_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries and keys: `rms_norm` over each head, then `rotate`."""
     return rotate(rms_norm(x, weight, eps), cos, sin)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recipe.config import RunConfig
-from recipe.drafter.checkpoint import Checkpoints
+from recipe.drafter.checkpoint import Checkpoints, stored_config
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens, start_sampler
 from recipe.drafter.evaluation import EvaluationClerk
@@ -20,6 +21,7 @@ from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
 from recipe.drafter.trainer import Diverged, Trainer
+from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
 from recipe.roles.engine import build_engine, name_bad_gradients
 from recipe.roles.worlds import world_barrier
@@ -27,6 +29,7 @@ from recipe.scene import START_UP_S, Scene
 from recipe.telemetry.gpu import load_nvml
 from recipe.telemetry.run_dir import RunDir
 from recipe.weights import Checkpoint
+from recipe.whole_model import embedding_scale
 
 
 def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
@@ -97,10 +100,21 @@ def _checkpoints(scene: Scene, engine: Any) -> tuple[Checkpoints, Losses]:
     )
     if scene.resume:
         checkpoints.clean()
+        refuse_another_drafter(scene.run_path, engine.module.config, scene.first_step)
         losses = checkpoints.restore(engine, scene.first_step)
     ours = scene.config.dflash
     setting = {"objective": ours.objective.model_dump(mode="json"), "target dtype": ours.target.dtype}
     return checkpoints, Losses(setting, losses)
+
+
+def refuse_another_drafter(run_path: Path, config: DrafterConfig, step: int) -> None:
+    """ConfigError when the checkpoint to resume holds a drafter that computes something else than ``config`` does:
+    an older version of this code may have read the target differently."""
+    stored = stored_config(run_path, step)
+    for name, ours in vars(config).items():
+        if name != "dtype" and getattr(stored, name) != ours:
+            rule = f"the drafter of its step {step} has {name} = {getattr(stored, name)}, this run's would have {ours}"
+            raise ConfigError("--resume", str(run_path), rule, "start a new run")
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -181,6 +195,7 @@ def _engine(scene: Scene) -> Any:
         scene.taps,
         mask_id,
         dtype="bfloat16" if scene.config.bf16.enabled else "float32",
+        input_embedding_scale=embedding_scale(scene.shape),
         sliding_is_causal=True,  # what SGLang always does, and vLLM by default (docs/decisions.md)
     )
     module = DFlashDrafter(config, ours.drafter.attention).initialize(ours.run.seed)

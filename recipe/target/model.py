@@ -34,7 +34,7 @@ def build_meta_model(
     """
     settings = {key: value for key, value in shape.text_config.items() if key != "model_type"}
     settings["num_hidden_layers"] = num_layers
-    if shape.hybrid or settings.get("layer_types"):  # elsewhere transformers knows them better (Gemma alternates)
+    if settings.get("layer_types"):
         settings["layer_types"] = list(shape.layer_types[:num_layers])
     settings["use_cache"] = False
     config = AutoConfig.for_model(shape.text_config["model_type"], **settings)

@@ -12,7 +12,6 @@ from recipe.config.without_effect import TABLE, without_effect
 
 OURS = "dflash.objective."
 LINEAR = '{"type": "WarmupLR", "params": {"warmup_num_steps": 5}}'
-ADAM = "optimizer.params.adam_w_mode=false"
 
 
 def found(*overrides: str) -> list[str]:
@@ -33,7 +32,6 @@ CASES = {
     "dflash.target.exact_sums": (["dflash.layout.target_tp=1"], "true", ["dflash.layout.target_tp=5"]),
     "dflash.target.revision": (["dflash.target.path=recipe/demo/assets"], "main", ["dflash.target.path=some/model"]),
     "dflash.drafter.sliding_window": (["dflash.drafter.num_layers=1"], "64", []),
-    "optimizer.params.adam_w_mode": ([], "false", ['optimizer={"type": "Adam"}']),
 }
 
 

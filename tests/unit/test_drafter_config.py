@@ -182,9 +182,9 @@ def test_every_tensor_is_consumed(tmp_path: Path) -> None:
     config = small()
     state = DFlashDrafter(config).state_dict()
     cases = {
-        "missing": {k: v for k, v in state.items() if k != "layers.2.mlp.up_proj.weight"},
-        "not part": {**state, "midlayer.weight": torch.zeros(1)},
-        "shape": {**state, "norm.weight": torch.zeros(3)},
+        "lacks": {k: v for k, v in state.items() if k != "layers.2.mlp.up_proj.weight"},
+        "unknown": {**state, "midlayer.weight": torch.zeros(1)},
+        "misshapen": {**state, "norm.weight": torch.zeros(3)},
     }
     for message, weights in cases.items():
         with pytest.raises(ConfigError, match=message):

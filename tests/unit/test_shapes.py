@@ -75,3 +75,45 @@ def test_unknown_and_broken_models_are_the_users_mistake(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match="decoder-only"):
         TargetShape.resolve(str(tmp_path))
+
+
+GEMMA3_12B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+def test_what_a_file_leaves_to_the_class_is_the_class_default() -> None:
+    """Gemma 3 12B as it is published."""
+    shape = TargetShape.from_config(GEMMA3_12B)
+    assert (shape.head_dim, shape.tie_word_embeddings, shape.vocab_size) == (256, True, 262_208)
+    assert shape.layer_types.count("sliding_attention") == 40 and shape.layer_types[5] == "full_attention"
+    assert shape.rope_theta == 1e6 and shape.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert shape.inherited_scaling is None
+    assert TargetShape.from_config(shape.text_config) == shape
+
+
+def test_a_rotary_embedding_for_each_kind_of_layer() -> None:
+    """As transformers 5 saves it: the layers that see the whole text count, whatever comes first."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 7e6},
+    }
+    shape = TargetShape.from_config({"model_type": "gemma3_text", "num_hidden_layers": 12, "rope_parameters": rope})
+    assert shape.rope_theta == 7e6 and shape.rope_scaling is None
+
+
+def test_a_window_without_layer_types_holds_for_all_layers() -> None:
+    assert set(TargetShape.from_config({"model_type": "mistral"}).layer_types) == {"sliding_attention"}
+    plain = TargetShape.from_config({"model_type": "mistral", "sliding_window": None})
+    assert set(plain.layer_types) == {"full_attention"}
+
+
+def test_infinity_as_transformers_spells_it() -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    assert TargetShape.from_config({"model_type": "falcon_h1", "time_step_limit": limits}).model_type == "falcon_h1"

@@ -156,7 +156,8 @@ MIXTURE = {
 def test_mixture_of_experts_is_cut_by_columns_of_every_expert() -> None:
     shape = TargetShape.from_config(MIXTURE)
     assert shape.moe is not None and shape.moe.layers == (True,) * 48
-    assert TargetShape.from_config(MIXTURE | {"num_experts": None, "num_local_experts": 128}) == shape
+    named = {("num_local_experts" if key == "num_experts" else key): value for key, value in MIXTURE.items()}
+    assert TargetShape.from_config(named) == shape
     whole = ShardPlan.build(shape, 1)
     embedding = shape.vocab_size * shape.hidden_size
     held = rank_parameters(shape, whole, 0, 48, final_norm=True) - embedding

@@ -60,7 +60,9 @@ def test_prefix_is_found_and_slices_equal_the_tensor(tmp_path: Path, prefix: str
 
 def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     without = Checkpoint(write(tmp_path / "a", tensors("model.", head=False)))
-    flagged = Checkpoint(write(tmp_path / "b", tensors("model."), config={"tie_word_embeddings": True}))
+    flagged = Checkpoint(
+        write(tmp_path / "b", tensors("model."), config={"model_type": "llama", "tie_word_embeddings": True})
+    )
     for checkpoint in (without, flagged):
         assert torch.equal(checkpoint.head(), checkpoint.embedding())
 
