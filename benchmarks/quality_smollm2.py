@@ -32,6 +32,7 @@ BLOCK, HELD_OUT, ANCHORS_PER_ROW = 16, 256, 48
 SEQUENCES, MEAN_TOKENS = 64, 280  # of a step, and of a row (278 and half a row that does not fit)
 HARD = {"soft_labels": False}
 CE, DPACE = {"loss": "dflash", **HARD}, {"loss": "dpace", **HARD}
+WSD = {"objective": DPACE, "muon": 0.014, "decay": "WarmupStableDecayLR"}
 
 # Each run: overrides of the base, as dotted keys. What is not named is the yardstick's setting.
 RUNS: dict[str, dict[str, Any]] = {
@@ -86,7 +87,31 @@ RUNS: dict[str, dict[str, Any]] = {
     "muon-ce-gamma4": {"objective": {**CE, "gamma": 4.0}, "muon": 0.02},
     "muon-ce-gamma10": {"objective": {**CE, "gamma": 10.0}, "muon": 0.02},
     "muon-steps1200": {"objective": DPACE, "muon": 0.02, "steps": 1200},
+    "muon-steps2400": {"objective": DPACE, "muon": 0.02, "steps": 2400},
+    "muon-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}, "muon": 0.02},
+    "muon-alpha7": {"objective": {**DPACE, "dpace_alpha": 0.7}, "muon": 0.02},
+    "muon-unclipped": {"objective": DPACE, "muon": 0.02, "clip": 0.0},
     "muon-mixed": {"objective": DPACE, "muon": 0.02, "rows": "data/quality-mixed"},
+    "wsd-lr1": {**WSD, "muon": 0.01},
+    "wsd-lr14": WSD,
+    "wsd-lr2": {**WSD, "muon": 0.02},
+    "wsd-seed2": {**WSD, "run.seed": 2},
+    "wsd-lr2-seed2": {**WSD, "muon": 0.02, "run.seed": 2},
+    "wsd-ratio2": {**WSD, "decay_ratio": 0.2},
+    "wsd-ratio7": {**WSD, "decay_ratio": 0.7},
+    "wsd-anchors96": {**WSD, "anchors": 96},
+    "wsd-anchors192": {**WSD, "anchors": 192},
+    "wsd-passes150": {**WSD, "steps": 150},
+    "wsd-passes150-reuse2": {**WSD, "steps": 300, "ring.reuse": 2},
+    "wsd-reuse4": {**WSD, "ring.reuse": 4},
+    "wsd-ce": {**WSD, "objective": CE},
+    "wsd-ce-gamma4": {**WSD, "objective": {**CE, "gamma": 4.0}},
+    "wsd-alpha3": {**WSD, "objective": {**DPACE, "dpace_alpha": 0.3}},
+    "wsd-alpha7": {**WSD, "objective": {**DPACE, "dpace_alpha": 0.7}},
+    "wsd-half-soft": {**WSD, "objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.5}},
+    "wsd-steps1200": {**WSD, "steps": 1200},
+    "wsd-mixed": {**WSD, "rows": "data/quality-mixed"},
+    "wsd-mixed-steps1200": {**WSD, "rows": "data/quality-mixed", "steps": 1200},
     "ce-gamma4": {"objective": {**CE, "gamma": 4.0}},
     "ce-gamma10": {"objective": {**CE, "gamma": 10.0}},
 }
@@ -135,26 +160,27 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     """The DeepSpeed JSON of one run. ``swap`` exchanges the two GPUs, so that runs beside each other share them."""
     changes = dict(RUNS[name])
     anchors = changes.pop("anchors", ANCHORS_PER_ROW)
-    lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
+    lr, own_steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
+    steps = steps if cpu else own_steps
     betas, warmup = changes.pop("betas", [0.9, 0.95]), changes.pop("warmup", "log")
     decay, muon = changes.pop("decay", "WarmupCosineLR"), changes.pop("muon", None)
+    schedule = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": warmup}
+    if "decay_ratio" in changes:
+        schedule["decay_ratio"] = changes.pop("decay_ratio")
     optimizer = {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}}
     if muon is not None:
         optimizer = {"type": "Muon", "params": {"muon_lr": muon, "adam_lr": lr, "weight_decay": 0.01, "betas": betas}}
-    reuse = changes.get("ring.reuse", 1)
+    reuse, clip = changes.get("ring.reuse", 1), changes.pop("clip", 1.0)
     sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0 if muon is None else 0.0,
+        "gradient_clipping": clip,
         "bf16": {"enabled": not cpu},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
         "optimizer": optimizer,
-        "scheduler": {
-            "type": decay,
-            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": warmup},
-        },
+        "scheduler": {"type": decay, "params": schedule},
         "dflash": {
             "run": {
                 "name": name, "output_dir": "runs/quality", "seed": 1, "epochs": 50, "max_steps": steps,
@@ -183,13 +209,19 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     return config
 
 
-def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
-    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs. Returns how many failed."""
+def train(names: list[str], steps: int, at_once: int, cpu: bool, seconds: float) -> int:
+    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs. Returns how many failed.
+
+    After ``seconds`` no run is begun; those in progress end.
+    """
     folder = Path("runs/quality-configs")
     folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    failed, start = 0, time.time()
     waiting, running, gpus = deque(enumerate(names)), [], max(1, torch.cuda.device_count())
     while waiting or running:
+        if waiting and time.time() - start > seconds:
+            print(f"not begun: {' '.join(name for _, name in waiting)}", flush=True)
+            waiting.clear()
         while waiting and len(running) < at_once:
             index, name = waiting.popleft()
             path = folder / f"{name}.json"
@@ -292,6 +324,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal: one layer, two sequences a step, float32")
     parser.add_argument("--rows", type=Path, default=ROWS, help="whose held-out split is measured [%(default)s]")
     parser.add_argument("--json", type=Path)
@@ -301,8 +334,9 @@ def main() -> None:
     if args.action == "mix":
         return mix(Path(args.names[0]))
     if args.action == "train":
-        raise SystemExit(1 if train(args.names or list(RUNS), args.steps, args.at_once, args.cpu) else 0)
-    table = measure(args.names or list(RUNS), args.rows, args.cpu)
+        raise SystemExit(1 if train(args.names or list(RUNS), args.steps, args.at_once, args.cpu, args.seconds) else 0)
+    finished = [name for name in RUNS if list(Path("runs/quality", name, "export").glob("step_*"))]
+    table = measure(args.names or finished, args.rows, args.cpu)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 
