@@ -173,10 +173,11 @@ class WarmupDecayParams(WarmupParams):
 
 
 class WarmupStableDecayParams(WarmupParams):
-    """As ``WarmupParams``, then a straight line down to 0 over the last ``decay_ratio`` of all steps."""
+    """As ``WarmupParams``, then down to 0 over the last ``decay_ratio`` of all steps."""
 
     total_num_steps: Steps = Field("auto", description="auto: all steps of the run")
     decay_ratio: Share = Field(0.4, description="share of all steps in which the rate falls")
+    decay_type: Literal["linear", "1-sqrt"] = Field("linear", description="shape of the fall")
 
 
 class WarmupCosineLR(Section):
@@ -201,7 +202,7 @@ class WarmupDecayLR(Section):
 
 
 class WarmupStableDecayLR(Section):
-    """Rise, then constant, then linear decay: ours (`recipe/roles/lr_schedule.py`), which DeepSpeed does not have."""
+    """Rise, then constant, then decay: ours (`recipe/roles/lr_schedule.py`), which DeepSpeed does not have."""
 
     type: Literal["WarmupStableDecayLR"]
     params: WarmupStableDecayParams = WarmupStableDecayParams()
