@@ -21,7 +21,6 @@ from recipe.config.keys import AUTO_KEYS, is_known, missing_key_error, sections
 from recipe.config.paths import locate
 from recipe.errors import ConfigError
 
-
 Say = Callable[[str], object]
 
 
@@ -60,9 +59,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), say: Say = str)
     return load_config_text(text, overrides, str(path), say)
 
 
-def load_config_text(
-    text: str, overrides: Iterable[str] = (), source: str = "the config", say: Say = str
-) -> RunConfig:
+def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "the config", say: Say = str) -> RunConfig:
     """As ``load_config``, from the JSON text itself; ``source`` names it in messages."""
     overrides, raw, file = tuple(overrides), _parse_json(text, source), _parse_json(text, source)
     for override in overrides:

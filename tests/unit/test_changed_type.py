@@ -44,12 +44,12 @@ def test_the_same_type_leaves_out_nothing() -> None:
 
 
 def test_a_parameter_of_the_other_type_in_set_is_still_a_mistake() -> None:
-    with pytest.raises(ConfigErrors, match="belongs to another optimizer.type"):
+    with pytest.raises(ConfigErrors, match=r"belongs to another optimizer\.type"):
         load(MUON, "optimizer.type=AdamW", "optimizer.params.muon_lr=0.1")
 
 
 def test_a_mistake_in_the_file_is_still_one() -> None:
-    with pytest.raises(ConfigErrors, match="optimizer.params.muon_lr"):
+    with pytest.raises(ConfigErrors, match=r"optimizer\.params\.muon_lr"):
         load({"type": "AdamW", "params": {"muon_lr": 0.1}})
     with pytest.raises(ConfigErrors, match="must be one of AdamW, Adam, Muon"):
         load(MUON, "optimizer.type=Moun")
