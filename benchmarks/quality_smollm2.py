@@ -7,7 +7,7 @@ rank, the ring, one drafter rank under ZeRO-2.
 
     python benchmarks/quality_smollm2.py rows ANSWERS.jsonl.gz       answers -> data/quality-rows (CPU)
     python benchmarks/quality_smollm2.py mix CHATS.jsonl             and chats as a second domain -> data/quality-mixed
-    python benchmarks/quality_smollm2.py train NAME [NAME ...]       runs of RUNS below, several at once (2 GPUs)
+    python benchmarks/quality_smollm2.py train NAME [NAME ...]       runs named as WORDS says, several at once
     python benchmarks/quality_smollm2.py measure [NAME ...]          held-out tau_est of finished runs -> results.json
 """
 
@@ -30,66 +30,61 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET, ROWS = Path("data/smollm2-135m-instruct"), Path("data/quality-rows")
 BLOCK, HELD_OUT, ANCHORS_PER_ROW = 16, 256, 48
 SEQUENCES, MEAN_TOKENS = 64, 280  # of a step, and of a row (278 and half a row that does not fit)
-HARD = {"soft_labels": False}
-CE, DPACE = {"loss": "dflash", **HARD}, {"loss": "dpace", **HARD}
+MUON, WSD = {"optimizer": "Muon", "lr": 0.02}, {"optimizer": "Muon", "lr": 0.014, "decay": "WarmupStableDecayLR"}
+NOISE = {"objective.noise": {"type": "uniform", "start": 0.05, "end": 0.01}}
+SOFT = {"objective.soft_labels": True}
+CE = {"objective.loss": "dflash"}
 
-# Each run: overrides of the base, as dotted keys. What is not named is the yardstick's setting.
-RUNS: dict[str, dict[str, Any]] = {
-    "ce": {"objective": CE},
-    "ce-reuse4": {"objective": CE, "ring.reuse": 4},
-    "dpace": {"objective": DPACE},
-    "dpace-reuse2": {"objective": DPACE, "ring.reuse": 2},
-    "dpace-reuse4": {"objective": DPACE, "ring.reuse": 4},
-    "soft": {"objective": {"loss": "dflash", "soft_labels": True}},
-    "soft-half": {"objective": {"loss": "dflash", "soft_labels": True, "soft_weight": 0.5}},
-    "soft-dpace": {"objective": {"loss": "dpace", "soft_labels": True}},
-    "dpace-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}},
-    "dpace-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}},
-    "dpace-alpha7": {"objective": {**DPACE, "dpace_alpha": 0.7}},
-    "dpace-lr3": {"objective": DPACE, "lr": 3e-4},
-    "dpace-lr4": {"objective": DPACE, "lr": 4e-4},
-    "dpace-lr9": {"objective": DPACE, "lr": 9e-4},
-    "dpace-lr12": {"objective": DPACE, "lr": 1.2e-3},
-    "dpace-beta99": {"objective": DPACE, "betas": [0.9, 0.99]},
-    "dpace-accept2": {"objective": {**DPACE, "acceptance_weight": 2.0}},
-    "dpace-soft-quarter": {"objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.25}},
-    "dpace-anchors24": {"objective": DPACE, "anchors": 24},
-    "dpace-layers8": {"objective": DPACE, "drafter.num_layers": 8},
-    "dpace-steps1200": {"objective": DPACE, "steps": 1200},
-    "dpace-steps2400": {"objective": DPACE, "steps": 2400},
-    "dpace-passes150": {"objective": DPACE, "steps": 150},
-    "dpace-passes150-reuse2": {"objective": DPACE, "steps": 300, "ring.reuse": 2},
-    "dpace-reuse4-anchors96": {"objective": DPACE, "ring.reuse": 4, "anchors": 96},
-    "dpace-300": {"objective": DPACE, "steps": 300},
-    "dpace-300-alpha3": {"objective": {**DPACE, "dpace_alpha": 0.3}, "steps": 300},
-    "dpace-300-alpha7": {"objective": {**DPACE, "dpace_alpha": 0.7}, "steps": 300},
-    "dpace-300-half-soft": {"objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.5}, "steps": 300},
-    "dpace-300-linear": {"objective": DPACE, "steps": 300, "warmup": "linear"},
-    "dpace-300-linear-lr9": {"objective": DPACE, "steps": 300, "warmup": "linear", "lr": 9e-4},
-    "dpace-anchors192": {"objective": DPACE, "anchors": 192},
-    "dpace-anchors96": {"objective": DPACE, "anchors": 96},
-    "dpace-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}},
-    "muon": {"objective": DPACE, "muon": 0.02},
-    "muon-lr1": {"objective": DPACE, "muon": 0.01},
-    "muon-lr4": {"objective": DPACE, "muon": 0.04},
-    "muon-linear": {"objective": DPACE, "muon": 0.015, "decay": "WarmupDecayLR"},
-    "muon-ce": {"objective": CE, "muon": 0.02},
-    "muon-reuse2": {"objective": DPACE, "muon": 0.02, "ring.reuse": 2},
-    "muon-reuse4": {"objective": DPACE, "muon": 0.02, "ring.reuse": 4},
-    "muon-300": {"objective": DPACE, "muon": 0.02, "steps": 300},
-    "muon-passes150": {"objective": DPACE, "muon": 0.02, "steps": 150},
-    "muon-anchors96": {"objective": DPACE, "muon": 0.02, "anchors": 96},
-    "muon-anchors192": {"objective": DPACE, "muon": 0.02, "anchors": 192},
-    "muon-accept": {"objective": {**DPACE, "acceptance_weight": 0.5}, "muon": 0.02},
-    "muon-half-soft": {"objective": {"loss": "dpace", "soft_labels": True, "soft_weight": 0.5}, "muon": 0.02},
-    "muon-noise": {"objective": {**DPACE, "noise": {"type": "uniform", "start": 0.05, "end": 0.01}}, "muon": 0.02},
-    "muon-ce-gamma4": {"objective": {**CE, "gamma": 4.0}, "muon": 0.02},
-    "muon-ce-gamma10": {"objective": {**CE, "gamma": 10.0}, "muon": 0.02},
-    "muon-steps1200": {"objective": DPACE, "muon": 0.02, "steps": 1200},
-    "muon-mixed": {"objective": DPACE, "muon": 0.02, "rows": "data/quality-mixed"},
-    "ce-gamma4": {"objective": {**CE, "gamma": 4.0}},
-    "ce-gamma10": {"objective": {**CE, "gamma": 10.0}},
+# A run is named by what differs from D-PACE on hard labels with AdamW, joined by "-": words, and words with a number.
+WORDS: dict[str, dict[str, Any]] = {
+    "dpace": {},
+    "ce": CE,
+    "soft": SOFT,
+    "published": {**CE, **SOFT, **NOISE, "objective.gamma": 10.0},
+    "muon": MUON,
+    "wsd": WSD,
+    "linear": {"decay": "WarmupDecayLR"},
+    "sqrt": {"decay_type": "1-sqrt"},
+    "noise": NOISE,
+    "mixed": {"rows": "data/quality-mixed"},
+    "unclipped": {"clip": 0.0},
 }
+# "lr" in thousandths with Muon and in ten-thousandths with AdamW, the others without a unit in hundredths.
+NUMBERS: dict[str, tuple[str, float]] = {
+    "lr": ("lr", 1e-3),
+    "adam": ("lr", 1e-4),
+    "anchors": ("anchors", 1),
+    "reuse": ("ring.reuse", 1),
+    "ready": ("ring.min_ready", 1),
+    "steps": ("steps", 1),
+    "seed": ("run.seed", 1),
+    "layers": ("drafter.num_layers", 1),
+    "block": ("drafter.block_size", 1),
+    "sequences": ("sequences", 1),
+    "gamma": ("objective.gamma", 1.0),
+    "alpha": ("objective.dpace_alpha", 0.01),
+    "accept": ("objective.acceptance_weight", 0.01),
+    "soft": ("objective.soft_weight", 0.01),
+    "ratio": ("decay_ratio", 0.01),
+    "momentum": ("momentum", 0.01),
+    "decay": ("weight_decay", 0.01),
+}
+
+
+def changes_of(name: str) -> dict[str, Any]:
+    """What a run's name says, as keys of ``run_config``."""
+    changes: dict[str, Any] = {}
+    for part in name.split("-"):
+        if part in WORDS:
+            changes |= WORDS[part]
+            continue
+        word = part.rstrip("0123456789")
+        if word not in NUMBERS or word == part:
+            raise SystemExit(f"{name}: {part!r} is none of {', '.join(WORDS)}, or {', '.join(NUMBERS)} with a number")
+        key, unit = NUMBERS[word]
+        changes |= {key: round(int(part[len(word) :]) * unit, 6) if isinstance(unit, float) else int(part[len(word) :])}
+        changes |= SOFT if word == "soft" else {}
+    return changes
 
 
 def rows(answers: Path) -> None:
@@ -133,28 +128,26 @@ def mix(chats: Path) -> None:
 
 def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
     """The DeepSpeed JSON of one run. ``swap`` exchanges the two GPUs, so that runs beside each other share them."""
-    changes = dict(RUNS[name])
-    anchors = changes.pop("anchors", ANCHORS_PER_ROW)
-    lr, steps = changes.pop("lr", 6e-4), changes.pop("steps", steps)
-    betas, warmup = changes.pop("betas", [0.9, 0.95]), changes.pop("warmup", "log")
-    decay, muon = changes.pop("decay", "WarmupCosineLR"), changes.pop("muon", None)
-    optimizer = {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "betas": betas}}
-    if muon is not None:
-        optimizer = {"type": "Muon", "params": {"muon_lr": muon, "adam_lr": lr, "weight_decay": 0.01, "betas": betas}}
-    reuse = changes.get("ring.reuse", 1)
-    sequences = 2 if cpu else changes.pop("sequences", SEQUENCES)
+    changes = {"optimizer": "AdamW", "decay": "WarmupCosineLR", **changes_of(name)}
+    anchors, own_steps = changes.pop("anchors", ANCHORS_PER_ROW), changes.pop("steps", steps)
+    steps = steps if cpu else own_steps
+    schedule = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
+    schedule |= {key: changes.pop(key) for key in ("decay_ratio", "decay_type") if key in changes}
+    params = {"weight_decay": 0.01, "betas": [0.9, 0.95]}
+    params |= {key: changes.pop(key) for key in ("weight_decay", "momentum") if key in changes}
+    kind, lr = changes.pop("optimizer"), changes.pop("lr", 6e-4)
+    params |= {"muon_lr": lr, "adam_lr": 6e-4} if kind == "Muon" else {"lr": lr}
+    reuse, sequences = changes.get("ring.reuse", 1), changes.pop("sequences", SEQUENCES)
+    sequences = 2 if cpu else sequences
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0 if muon is None else 0.0,
+        "gradient_clipping": changes.pop("clip", 1.0),
         "bf16": {"enabled": not cpu},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
-        "optimizer": optimizer,
-        "scheduler": {
-            "type": decay,
-            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": warmup},
-        },
+        "optimizer": {"type": kind, "params": params},
+        "scheduler": {"type": changes.pop("decay"), "params": schedule},
         "dflash": {
             "run": {
                 "name": name, "output_dir": "runs/quality", "seed": 1, "epochs": 50, "max_steps": steps,
@@ -167,29 +160,34 @@ def run_config(name: str, swap: bool, steps: int, cpu: bool) -> dict[str, Any]:
             "layout": {"target_gpus": [int(swap)], "drafter_gpus": [int(not swap)], "target_tp": 1,
                        "share_gpus": torch.cuda.device_count() == 1},
             "target": {"path": str(TARGET), "dtype": "float32" if cpu else "bfloat16"},
-            "ring": {"min_ready": 12 if reuse > 1 else 4, "max_depth": 40, "reuse": reuse, "timeout_s": 300},
+            "ring": {"min_ready": 12 if reuse > 1 else 4, "max_depth": 44, "reuse": reuse, "timeout_s": 300},
             "drafter": {
                 "num_layers": 1 if cpu else 5, "block_size": BLOCK, "max_anchors": sequences * anchors,
                 "mask_token_id": 49151,
             },
-            "objective": {"noise": {"type": "none", "start": 0.0, "end": 0.0}},
+            "objective": {"loss": "dpace", "soft_labels": False, "noise": {"type": "none", "start": 0.0, "end": 0.0}},
             "telemetry": {"wandb": {"mode": "disabled"}, "gpu": False},
         },
     }  # fmt: skip
-    config["dflash"]["objective"] |= changes.pop("objective")
     for key, value in changes.items():
         section, field = key.split(".")
         config["dflash"][section][field] = value
     return config
 
 
-def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
-    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs. Returns how many failed."""
+def train(names: list[str], steps: int, at_once: int, cpu: bool, seconds: float) -> int:
+    """Launch the runs, ``at_once`` beside each other; their logs lie beside their configs. Returns how many failed.
+
+    After ``seconds`` no run is begun; those in progress end.
+    """
     folder = Path("runs/quality-configs")
     folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    failed, start = 0, time.time()
     waiting, running, gpus = deque(enumerate(names)), [], max(1, torch.cuda.device_count())
     while waiting or running:
+        if waiting and time.time() - start > seconds:
+            print(f"not begun: {' '.join(name for _, name in waiting)}", flush=True)
+            waiting.clear()
         while waiting and len(running) < at_once:
             index, name = waiting.popleft()
             path = folder / f"{name}.json"
@@ -211,7 +209,13 @@ def train(names: list[str], steps: int, at_once: int, cpu: bool) -> int:
 
 
 def held_out_batches(
-    rows: Path, capture: Any, device: torch.device, dtype: torch.dtype, size: int, limit: int | None = None
+    rows: Path,
+    capture: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    limit: int | None = None,
+    block: int = BLOCK,
 ) -> list[Any]:
     """The first ``limit`` held-out rows (None: all), ``size`` a micro-batch: blocks inside the answer, 48 a row."""
     from recipe.data.rows import Rows
@@ -223,7 +227,7 @@ def held_out_batches(
         chosen = [held_out[i] for i in range(start, min(start + size, count))]
         anchors, taps = [], []
         for ids, mask in chosen:
-            whole = np.lib.stride_tricks.sliding_window_view(mask, BLOCK).all(1) if len(mask) >= BLOCK else np.zeros(0)
+            whole = np.lib.stride_tricks.sliding_window_view(mask, block).all(1) if len(mask) >= block else np.zeros(0)
             places = np.flatnonzero(whole)
             take = np.linspace(0, len(places) - 1, min(len(places), ANCHORS_PER_ROW)).round().astype(int)
             anchors.append(places[np.unique(take)] if len(places) else places)
@@ -247,7 +251,7 @@ def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
 
     device, dtype = (torch.device("cpu"), torch.float32) if cpu else (torch.device("cuda"), torch.bfloat16)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device).eval()
-    table, batches, last_taps = {}, [], None
+    table, batches, last = {}, [], None
     for name in names:
         exports = sorted(Path("runs/quality", name, "export").glob("step_*"))
         if not exports:
@@ -256,13 +260,14 @@ def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
         drafter = DFlashDrafter(config)
         drafter.load_state_dict({k: v for k, v in tensors.items() if k in drafter.state_dict()})
         drafter = drafter.to(device, dtype).eval()
-        if config.target_layer_ids != last_taps:
-            last_taps = config.target_layer_ids
-            capture = TapCapture(target, last_taps)
-            batches = held_out_batches(rows, capture, device, dtype, 2 if cpu else 64, 4 if cpu else None)
+        block = config.block_size
+        if (config.target_layer_ids, block) != last:
+            last = config.target_layer_ids, block
+            capture = TapCapture(target, config.target_layer_ids)
+            batches = held_out_batches(rows, capture, device, dtype, 2 if cpu else 64, 4 if cpu else None, block)
             capture.close()
-        objective, sums = Objective(Section(loss="dflash", soft_labels=False, gamma=7.0), BLOCK), {}
-        prefix, blocks = np.zeros(BLOCK - 1), 0.0
+        objective, sums = Objective(Section(loss="dflash", soft_labels=False, gamma=7.0), block), {}
+        prefix, blocks = np.zeros(block - 1), 0.0
         embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         for batch in batches:
             hidden = drafter(batch, embedding)
@@ -270,9 +275,9 @@ def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
                 got = sums.setdefault(key, [0.0, 0.0])
                 got[0] += float(above)
                 got[1] += float(below)
-            shape = (len(batch.host.keep), BLOCK, -1)
+            shape = (len(batch.host.keep), block, -1)
             guess = (hidden.view(shape)[:, 1:] @ head.T).argmax(-1)
-            truth = batch.input_ids[batch.anchors[:, None] + torch.arange(1, BLOCK, device=device)]
+            truth = batch.input_ids[batch.anchors[:, None] + torch.arange(1, block, device=device)]
             accepted = (guess == truth).cumprod(1)[batch.keep]
             prefix += accepted.sum(0).cpu().numpy()
             blocks += float(len(accepted))
@@ -292,6 +297,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal: one layer, two sequences a step, float32")
     parser.add_argument("--rows", type=Path, default=ROWS, help="whose held-out split is measured [%(default)s]")
     parser.add_argument("--json", type=Path)
@@ -301,8 +307,9 @@ def main() -> None:
     if args.action == "mix":
         return mix(Path(args.names[0]))
     if args.action == "train":
-        raise SystemExit(1 if train(args.names or list(RUNS), args.steps, args.at_once, args.cpu) else 0)
-    table = measure(args.names or list(RUNS), args.rows, args.cpu)
+        raise SystemExit(1 if train(args.names, args.steps, args.at_once, args.cpu, args.seconds) else 0)
+    finished = sorted({path.parent.parent.name for path in Path("runs/quality").glob("*/export/step_*")})
+    table = measure(args.names or finished, args.rows, args.cpu)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

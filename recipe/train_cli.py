@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--master-port", args.master_port, "must be 1 … 65535", "leave it out for a free port")
     if args.check and (args.resume or args.replace):
         raise ConfigError("--check", True, "tries a new run and writes nothing", "leave out --resume and --replace")
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, say=print)
     hosts = _hosts(args.hostfile, config)
     resolved = _resolve_and_check(config, args, max(len(hosts), 1))
     if args.check and args.no_model:

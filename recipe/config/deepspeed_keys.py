@@ -17,6 +17,7 @@ from recipe.config.schema import Amount, DFlash, Fraction, Positive, Section
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class BF16(Section):
@@ -139,6 +140,14 @@ class WarmupDecayParams(WarmupParams):
     total_num_steps: Steps = Field("auto", description="auto: all steps of the run")
 
 
+class WarmupStableDecayParams(WarmupParams):
+    """As ``WarmupParams``, then down to 0 over the last ``decay_ratio`` of all steps."""
+
+    total_num_steps: Steps = Field("auto", description="auto: all steps of the run")
+    decay_ratio: Share = Field(0.4, description="share of all steps in which the rate falls")
+    decay_type: Literal["linear", "1-sqrt"] = Field("linear", description="shape of the fall")
+
+
 class WarmupCosineLR(Section):
     """Rise, then half a cosine."""
 
@@ -160,8 +169,15 @@ class WarmupDecayLR(Section):
     params: WarmupDecayParams = WarmupDecayParams()
 
 
-Scheduler = Annotated[WarmupCosineLR | WarmupLR | WarmupDecayLR, Field(discriminator="type")]
-SCHEDULERS = ("WarmupCosineLR", "WarmupLR", "WarmupDecayLR")
+class WarmupStableDecayLR(Section):
+    """Rise, then constant, then decay: ours (`recipe/roles/lr_schedule.py`), which DeepSpeed does not have."""
+
+    type: Literal["WarmupStableDecayLR"]
+    params: WarmupStableDecayParams = WarmupStableDecayParams()
+
+
+Scheduler = Annotated[WarmupCosineLR | WarmupLR | WarmupDecayLR | WarmupStableDecayLR, Field(discriminator="type")]
+SCHEDULERS = ("WarmupCosineLR", "WarmupLR", "WarmupDecayLR", "WarmupStableDecayLR")
 
 
 class RunConfig(Section):
@@ -190,7 +206,7 @@ class RunConfig(Section):
         return ranks * self.gradient_accumulation_steps * self.train_micro_batch_size_per_gpu
 
     def deepspeed_dict(self, total_steps: int, warmup_steps: int) -> dict[str, Any]:
-        """What ``deepspeed.initialize`` gets: no ``dflash``, no ``"auto"``, no ``null``.
+        """What ``build_engine`` gives to ``deepspeed.initialize``: no ``dflash``, no ``"auto"``, no ``null``.
 
         ``total_steps`` and ``warmup_steps`` are optimizer steps of the whole run (see ``warmup_steps``); they replace
         the scheduler's ``"auto"``. DeepSpeed refuses a warm-up of 0 and rises over at least two steps, so 0 becomes 1

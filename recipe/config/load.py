@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from pydantic import ValidationError
 
 from recipe.config.deepspeed_keys import RunConfig
 from recipe.config.explain import explain
-from recipe.config.keys import AUTO_KEYS, is_known, missing_key_error
+from recipe.config.keys import AUTO_KEYS, is_known, missing_key_error, sections
 from recipe.config.paths import locate
 from recipe.config.refused_keys import drop_neutral
 from recipe.errors import ConfigError
+
+Say = Callable[[str], object]
 
 
 class ConfigErrors(ConfigError):
@@ -36,11 +39,13 @@ class ConfigErrors(ConfigError):
         return f"{len(self.errors)} mistakes in {self.source}:\n" + "\n".join(f"- {error}" for error in self.errors)
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), say: Say = str) -> RunConfig:
     """The config in the JSON file ``path`` with ``KEY=VALUE`` ``overrides`` applied.
 
     ``path`` is looked up from the current directory, then from the repository root. A value of an override is read as
-    JSON; what is not JSON is a string (``dflash.run.name=trial`` needs no quotes). Raises ConfigError.
+    JSON; what is not JSON is a string (``dflash.run.name=trial`` needs no quotes). ``say`` gets a line for a section
+    whose ``type`` an override changes: the file's parameters that the new type does not take are left out.
+    Raises ConfigError.
     """
     found = locate(path)
     if found is None or not found.is_file():
@@ -52,14 +57,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(
             "CONFIG", str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8"
         ) from None
-    return load_config_text(text, overrides, str(path))
+    return load_config_text(text, overrides, str(path), say)
 
 
-def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "the config") -> RunConfig:
+def load_config_text(text: str, overrides: Iterable[str] = (), source: str = "the config", say: Say = str) -> RunConfig:
     """As ``load_config``, from the JSON text itself; ``source`` names it in messages."""
-    raw = _parse_json(text, source)
+    overrides, raw, file = tuple(overrides), _parse_json(text, source), _parse_json(text, source)
     for override in overrides:
         _apply_override(raw, override)
+    for section in ("optimizer", "scheduler"):
+        _leave_out_of_another_type(section, file, raw, overrides, say)
     drop_neutral(raw)
     errors = [
         ConfigError(
@@ -134,6 +141,35 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
                 "--set", override, f"{parent} is {node!r} in the file, not an object", "mend the file first"
             )
     node[leaf] = value
+
+
+def _leave_out_of_another_type(
+    section: str, file: dict[str, Any], raw: dict[str, Any], overrides: tuple[str, ...], say: Say
+) -> None:
+    """Where an override gave ``section`` another type: remove the file's parameters that this type does not take."""
+    old, new = file.get(section), raw.get(section)
+    if not (isinstance(old, dict) and isinstance(new, dict) and isinstance(new.get("params"), dict)):
+        return
+    given = {override.partition("=")[0] for override in overrides}
+    known = _parameters(section, new.get("type"))
+    if f"{section}.type" not in given or known is None:
+        return
+    out = [key for key in new["params"] if key not in known and f"{section}.params.{key}" not in given]
+    for key in out:
+        del new["params"][key]
+    if out:
+        say(
+            f"{section}.type = {new['type']}: the file's {', '.join(out)} left out, which it does not take; what the "
+            "file and --set do not give has its default"
+        )
+
+
+def _parameters(section: str, kind: object) -> set[str] | None:
+    """Names of what ``section.params`` takes with ``type`` = ``kind``; None for an unknown type."""
+    for variant in sections(RunConfig.model_fields[section].annotation):
+        if kind in typing.get_args(variant.model_fields["type"].annotation):
+            return set(sections(variant.model_fields["params"].annotation)[0].model_fields)
+    return None
 
 
 def _unusable_texts(node: Any, path: str = "") -> Iterator[ConfigError]:

@@ -126,13 +126,14 @@ class Noise(Section):
 
 class Objective(Section):
     loss: Literal["dflash", "dpace"] = Field(
-        "dpace", description="dflash: decay by position; dpace: decay by confidence"
+        "dflash", description="dflash: decay by position; dpace: decay by confidence"
     )
-    soft_labels: bool = Field(False, description="learn the target's distribution instead of the data token")
+    soft_labels: bool = Field(True, description="learn the target's distribution instead of the data token")
     soft_weight: Fraction = Field(1.0, description="with soft_labels: share of the KL term, the rest is cross-entropy")
     temperature: Annotated[float, Field(gt=0.0)] = Field(1.0, description="temperature of the soft labels")
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="decay length in tokens; null: 4, 5, 7 for blocks up to 8, 10, more; dpace does without"
+        None,
+        description="decay length in tokens; null: 4, 5, 7, 10 for blocks to 8, 10, 16, more; dpace does without",
     )
     dpace_alpha: Fraction = Field(0.5, description="confidence smoothing of dpace")
     acceptance_weight: Annotated[float, Field(ge=0.0)] = Field(

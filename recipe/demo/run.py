@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     overrides = ["dflash.run.name=demo", *layout_for(_gpus()), *args.overrides]
-    config = load_config(args.config, overrides)
+    config = load_config(args.config, overrides, say=print)
     print(f"[1/3] prepare: the target's own answers -> {config.dflash.data.path}", flush=True)
     _prepare(config)
     print("[2/3] train: target -> ring -> drafter, one DeepSpeed launch", flush=True)

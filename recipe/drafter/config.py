@@ -20,8 +20,8 @@ ARCHITECTURE = "DFlashDraftModel"
 
 
 def default_gamma(block_size: int) -> float:
-    """Decay length by block size: 4 up to 8, 5 up to 10, 7 above."""
-    return 4.0 if block_size <= 8 else 5.0 if block_size <= 10 else 7.0
+    """Decay length by block size: 4 up to 8, 5 up to 10, 7 up to 16, 10 above."""
+    return next((gamma for limit, gamma in ((8, 4.0), (10, 5.0), (16, 7.0)) if block_size <= limit), 10.0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recipe.roles.muon import GradientsBeforeMuon
 
@@ -29,12 +30,28 @@ def build_engine(module: nn.Module, config: dict[str, Any]) -> Any:
     muon, clip = config["optimizer"]["type"] == "Muon", config["gradient_clipping"]
     if muon:
         config = {**config, "gradient_clipping": 0.0}  # ours, before the momentum
+    config, schedule = _own_schedule(config)
     engine, _, _, _ = deepspeed.initialize(
-        args=args, model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+        args=args,
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        lr_scheduler=schedule,
+        config=config,
     )
     if muon:
         GradientsBeforeMuon(engine.optimizer, clip)
     return engine
+
+
+def _own_schedule(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Optimizer], Any] | None]:
+    """The config without a schedule that is ours, and that schedule's maker; None where DeepSpeed has it itself."""
+    section = config.get("scheduler", {})
+    if section.get("type") != "WarmupStableDecayLR":
+        return config, None
+    from recipe.roles.lr_schedule import WarmupStableDecayLR
+
+    rest = {key: value for key, value in config.items() if key != "scheduler"}
+    return rest, lambda optimizer: WarmupStableDecayLR(optimizer, **section["params"])
 
 
 def gradient_norm(engine: Any) -> float:

@@ -49,6 +49,20 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, before: in
     assert error(resumed, reference(STEPS)) < 2e-6
 
 
+def test_a_schedule_of_ours_is_resumed_in_its_place_and_follows_a_new_total(tmp_path: Path) -> None:
+    def schedule(total: int) -> tuple[str]:
+        params = {"total_num_steps": total, "warmup_num_steps": 1, "decay_ratio": 0.5}
+        return ("scheduler=" + json.dumps({"type": "WarmupStableDecayLR", "params": params}),)
+
+    whole, _, _, rate = steps(2, settings=schedule(STEPS))
+    assert rate == pytest.approx(RATES["muon_lr"] * 0.5)  # of the step that comes next, one before the last
+    steps(2, 0, 2, save=tmp_path / "part", settings=schedule(STEPS))
+    parts = sorted(tmp_path.glob("part_*"))
+    resumed, _, _, again = steps(2, 2, STEPS, load=parts, settings=schedule(STEPS))
+    assert again == rate and all(torch.equal(a, b) for a, b in zip(resumed, whole, strict=True))
+    assert steps(2, 2, STEPS, load=parts, settings=schedule(2 * STEPS))[3] == pytest.approx(RATES["muon_lr"])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_step_with_a_bad_gradient_changes_nothing(tmp_path: Path, bad: float) -> None:
     """One on one rank, in a matrix that two ranks share: all skip, and the momentum never sees it. 1e30 squared is

@@ -25,7 +25,7 @@ def test_an_unchanged_run_has_nothing_to_say(before: Path) -> None:
     ("override", "line"),
     [
         ("optimizer.params.lr=0.1", "resumed with optimizer.params.lr = 0.1 instead of 0.0006"),
-        ("dflash.objective.loss=dflash", 'resumed with dflash.objective.loss = "dflash" instead of "dpace"'),
+        ("dflash.objective.loss=dpace", 'resumed with dflash.objective.loss = "dpace" instead of "dflash"'),
         ("dflash.objective.noise.start=0.5", "resumed with dflash.objective.noise.start = 0.5 instead of 0.05"),
         ("dflash.target.dtype=float32", 'resumed with dflash.target.dtype = "float32" instead of "bfloat16"'),
         ("bf16.enabled=true", "resumed with bf16.enabled = true instead of false"),

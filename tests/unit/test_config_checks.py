@@ -138,7 +138,9 @@ class TestResolve:
         assert resolved.dflash.telemetry.wandb.mode == "auto"
         assert "not-a-real-key" not in resolved.to_json()
 
-    @pytest.mark.parametrize(("block", "gamma"), [(2, 4.0), (8, 4.0), (9, 5.0), (10, 5.0), (11, 7.0), (32, 7.0)])
+    @pytest.mark.parametrize(
+        ("block", "gamma"), [(2, 4.0), (8, 4.0), (9, 5.0), (10, 5.0), (16, 7.0), (17, 10.0), (32, 10.0)]
+    )
     def test_gamma(self, block: int, gamma: float) -> None:
         assert default_gamma(block) == gamma
 

@@ -16,7 +16,7 @@ from recipe.target.model import build_meta_model, parameter_shapes
 from recipe.target.plan_cost import plan_table
 from recipe.target.plan_table import add_arguments, run
 
-CONFIG = str(Path(__file__).parents[2] / "ds_configs" / "qwen3.6_27b_5t3d.json")
+CONFIG = str(Path(__file__).parents[2] / "ds_configs" / "qwen3.6_27b_5t3d_best.json")
 
 
 def arguments(*words: str) -> argparse.Namespace:
