@@ -11,6 +11,7 @@ from recipe.config import RunConfig
 from recipe.config.describe import describe
 from recipe.drafter.integrity import folder_name
 from recipe.drafter.reporter import RunReporter, StartUp
+from recipe.errors import RunError
 from recipe.ring import RingTimeout
 from recipe.scene import Scene
 from recipe.telemetry.gpu import GpuSampler, device_names, load_nvml
@@ -124,10 +125,16 @@ class Desk:
             self.status.phase(f"evaluating step {most['step']}", int(most["done"]), int(most["total"]))
 
     def evaluated(self, answer: dict[str, Any]) -> None:
-        """Real decoding of the drafter of an earlier step, by the target ranks."""
+        """Real decoding of the drafter of an earlier step, by the target ranks. Raises RunError when logits were not
+        finite: the run has then DIVERGED, although every step may have been fine."""
         assert self.reporter is not None
+        step = int(answer["step"])
+        if "not_finite" in answer:
+            message = f"the evaluation of step {step}: {answer['not_finite']}"
+            self.diverged(step, message)
+            raise RunError(message)
         self.evaluations.append(answer)
-        step, tau = int(answer["step"]), answer["tau"]
+        tau = answer["tau"]
         ties = f" ({answer['ties']} numeric tie(s))" if answer["ties"] else ""
         self.log.event(
             f"eval step={step} tau={'-' if tau is None else f'{tau:.3f}'} "
