@@ -82,8 +82,9 @@ class Checkpoints:
         self.folder, self.config, self.identity, self.schedule = folder, config, dict(identity), schedule
         self.keep, self.leader, self.device, self.tick = keep, leader, device, tick
 
-    def save(self, engine: Any, step: int) -> Path:
-        """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint.
+    def save(self, engine: Any, step: int, trained: Mapping[str, Any] | None = None) -> Path:
+        """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint. ``trained``:
+        what those steps came to, for `saved_state` (recipe/drafter/tally.py).
 
         Raises RunError on the rank that could not write, after what was begun has been removed; older ones stay.
         """
@@ -93,7 +94,7 @@ class Checkpoints:
         sums: list[tuple[str, str]] = []
         self._together(step, lambda: facts.update(self._write(engine, staging, sums)), staging)
         of_all = dict(gather_over_world(sums))
-        self._together(step, lambda: self._publish(staging, final, step, facts, of_all), staging)
+        self._together(step, lambda: self._publish(staging, final, step, facts, of_all, trained), staging)
         return final
 
     def restore(self, engine: Any, step: int) -> None:
@@ -135,7 +136,15 @@ class Checkpoints:
         sums += [(name, sum_of_file(staging / name)) for name in ours]
         return facts
 
-    def _publish(self, staging: Path, final: Path, step: int, facts: dict[str, Any], sums: Mapping[str, str]) -> None:
+    def _publish(
+        self,
+        staging: Path,
+        final: Path,
+        step: int,
+        facts: dict[str, Any],
+        sums: Mapping[str, str],
+        trained: Mapping[str, Any] | None,
+    ) -> None:
         if not self.leader:
             return
         state = {
@@ -144,6 +153,7 @@ class Checkpoints:
             "worlds": [asdict(world) for world in self.schedule.worlds],
             "rate_step": self.schedule.rate_step(step),
             "engine": facts,
+            "trained": trained,
             "identity": self.identity,
             "files": {name: [(staging / name).stat().st_size, sums[name]] for name in sorted(sums)},
         }

@@ -146,7 +146,7 @@ class Desk:
             self.wandb.log_evaluation(step, values)
 
     def diverged(self, step: int, message: str) -> None:
-        self.log.event(f"diverged: {message}; the newest checkpoint is kept")
+        self.log.event(f"diverged: {message}" + ("" if self.scene.dry_run else "; the newest checkpoint is kept"))
         self.status.diverged(step, message)
 
     def finish(self, export_run: Export) -> None:
@@ -154,6 +154,8 @@ class Desk:
         assert self.reporter is not None
         steps = self.scene.schedule.total_steps
         if self.scene.dry_run:
+            for line in self._accounts():
+                self.log.event(line)
             self.log.event(f"one step done in {self.reporter.last['ms'] / 1000:.1f} s: this config runs here")
             self.status.done("dry run")
             self._close(0)
@@ -180,12 +182,15 @@ class Desk:
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
             summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
+        if self.reporter.warnings:
+            summary["warnings"] = self.reporter.warnings
         write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
         for line in self._accounts():
             self.log.event(line)
-        self.log.event(f"done: {steps} steps, export in {export}")
-        self.status.done(f"{steps} steps, export in {export}")
+        said = "; ".join([f"{steps} steps, export in {export}", *(f"warning: {one}" for one in self.reporter.warnings)])
+        self.log.event(f"done: {said}")
+        self.status.done(said)
         self._close(0)
 
     def _accounts(self) -> list[str]:

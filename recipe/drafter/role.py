@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe.config import RunConfig
-from recipe.drafter.checkpoint import Checkpoints
+from recipe.drafter.checkpoint import Checkpoints, saved_state
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens
 from recipe.drafter.evaluation import EvaluationClerk
@@ -18,6 +18,7 @@ from recipe.drafter.identity import identity
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
+from recipe.drafter.tally import Tally
 from recipe.drafter.trainer import Diverged, Trainer
 from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
@@ -57,11 +58,11 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         None if scene.dry_run else checkpoints,
         reporter,
         Health(engine.module, _streams(scene), name_bad_gradients(engine)),
+        _tally(scene),
         who=scene.role.name,
         scale=scene.config.global_micro_batches(scene.role.nodes),
         log_every=run.log_every,
         save_every=run.save_every,
-        max_skipped=run.max_skipped_steps,
         moved=moved,
     )
     _train(scene, trainer, desk)
@@ -91,6 +92,15 @@ def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
         checkpoints.clean()
         checkpoints.restore(engine, scene.first_step)
     return checkpoints
+
+
+def _tally(scene: Scene) -> Tally:
+    """Of the steps that the checkpoint has behind it. A dry run's one step may not be skipped."""
+    tally = Tally(0 if scene.dry_run else scene.config.dflash.run.max_skipped_steps)
+    if scene.resume:
+        state = saved_state(scene.run_path / "checkpoints", scene.first_step)
+        tally.restore(state.get("trained"), scene.first_step, first=scene.role.is_leader)
+    return tally
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -155,7 +165,19 @@ def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
     embedding = checkpoint.embedding(scene.device).to(dtype)
     head = embedding if checkpoint.tied else checkpoint.head(scene.device).to(dtype)
     checkpoint.close()
+    if scene.dry_run:  # a run finds it in the step that uses the row, if any does
+        for name, table in (("embedding", embedding), ("head", head)):
+            _refuse_bad_rows(scene, name, table)
     return embedding, head
+
+
+def _refuse_bad_rows(scene: Scene, name: str, table: Tensor) -> None:
+    """ConfigError for values of ``table`` [V, H] that are not finite: sums of rows show them without a copy of it."""
+    bad = (~torch.isfinite(table.sum(1, dtype=torch.float32))).nonzero().flatten().tolist()
+    if bad:
+        tokens = ", ".join(map(str, bad[:4])) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        rule = f"its {name} is not finite (NaN or inf) for token {tokens}: steps with it would be skipped"
+        raise ConfigError("dflash.target.path", scene.config.dflash.target.path, rule, "fetch or convert it again")
 
 
 def _engine(scene: Scene) -> Any:
