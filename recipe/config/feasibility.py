@@ -19,6 +19,8 @@ from recipe.telemetry.provenance import REDACTED, looks_secret
 from recipe.telemetry.wandb_run import resolve_mode
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from recipe.data.rows import Rows
     from recipe.data.schedule import Schedule
 
@@ -125,6 +127,11 @@ def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: i
     if supervised == 0:
         rule = f"none of the {len(rows)} rows has a supervised token, so there is nothing to learn"
         raise ConfigError("dflash.data.path", data.path, rule, f"{again} and look at it with `prepare --show 5`")
+    if not any(_teaches(rows[int(row)][1]) for row in (rows.supervised >= 2).nonzero()[0]):
+        rule = (
+            f"none of the {len(rows)} rows has two supervised tokens in a row, and a block needs them: nothing to learn"
+        )
+        raise ConfigError("dflash.data.path", data.path, rule, f"{again} and look at it with `prepare --show 5`")
     longest = int(rows.lengths.max())
     if longest > data.max_seq_len:
         rule = f"the data holds a row of {longest} tokens"
@@ -136,6 +143,10 @@ def _check_rows(config: RunConfig, shape: TargetShape, rows: Rows, supervised: i
     if bound > shape.vocab_size:
         rule = f"its token ids go up to {bound - 1}, but the target's vocabulary has {shape.vocab_size}"
         raise ConfigError("dflash.data.path", data.path, rule, f"{again} with --tokenizer {config.dflash.target.path}")
+
+
+def _teaches(mask: np.ndarray) -> bool:
+    return bool((mask[1:] & mask[:-1]).any())
 
 
 def _schedule(config: RunConfig, rows: Rows, nodes: int) -> Schedule:

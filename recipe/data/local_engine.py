@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipe.choice import NO_TOKEN, TARGET, NotFinite, most_likely
 from recipe.data.answer import Answer, Sampling
 from recipe.data.chat_mask import ChatMask
 from recipe.data.conversation import Chat
@@ -80,14 +82,15 @@ class LocalEngine:
             yield batch
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:
-        """One answer for each prompt of one batch, drawn with the prompt's own seed: company does not change it."""
-        torch = self.torch
+        """One answer for each prompt of one batch, drawn with the prompt's own seed: company does not change it. Raises
+        NotFinite, with the prompt's place in the batch."""
+        torch, broken = self.torch, _Broken()
         width = max(map(len, prompts))
         ids, seen = self._padded(prompts, width)
         sample: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if sampling.temperature > 0:
             sample["logits_processor"] = [_OwnNoise(torch, sampling.temperature, [sampling.seed + s for s in seeds])]
-        with torch.inference_mode():
+        with torch.inference_mode(), broken.noted(self.model):
             out = self.model.generate(
                 input_ids=ids,
                 attention_mask=seen,
@@ -96,7 +99,9 @@ class LocalEngine:
                 pad_token_id=(self.stops or [0])[0],
                 **sample,
             )
-        return [self._answer(row) for row in out[:, width:].tolist()]
+        answers = [self._answer(row) for row in out[:, width:].tolist()]
+        broken.refuse([len(prompt) for prompt in prompts], [answer.completion_tokens for answer in answers])
+        return answers
 
     def _answer(self, ids: list[int]) -> Answer:
         """Cut at the first stop token, which ends the turn and is no part of the text."""
@@ -105,6 +110,33 @@ class LocalEngine:
         text = self.tokenizer.backend_tokenizer.decode(said, skip_special_tokens=False)
         kept = ids if end is None else ids[: end + 1]
         return Answer({"role": "assistant", "content": text}, end is None, kept, len(kept))
+
+
+class _Broken:
+    """The forwards of a batch whose logits were not finite in some row, looked at only when the answers are there."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+
+    @contextmanager
+    def noted(self, model: Any) -> Iterator[None]:
+        """The model's own logits: what `generate` makes of them may hold -inf for tokens that must not be said."""
+        hook = model.register_forward_hook(
+            lambda _module, _arguments, output: self.steps.append(most_likely(output.logits[:, -1]) == NO_TOKEN)
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def refuse(self, lengths: Sequence[int], tokens: Sequence[int]) -> None:
+        """Raises NotFinite for a row of which one of the first ``tokens`` came from such logits; what is computed for a
+        row that has ended counts for nothing."""
+        import torch
+
+        for place, flags in enumerate(torch.stack(self.steps, 1).tolist()):
+            if True in flags[: tokens[place]]:
+                raise NotFinite(TARGET, lengths[place] + flags.index(True), place)
 
 
 class _OwnNoise:

@@ -186,7 +186,9 @@ def regenerate_local(
     group: int = 2048,
 ) -> Outcome:
     """Answer with a `LocalEngine`, turn by turn, in groups that bound memory. Prompts that the template cannot show
-    whole are left out and counted."""
+    whole are left out and counted. Raises NotFinite, naming the prompt."""
+    from recipe.choice import NotFinite  # with torch, which a server's answers do not need
+
     out = Outcome()
     waiting = (p for p in prompts if p.id not in journal.done)
     while chunk := list(itertools.islice(waiting, group)):
@@ -205,7 +207,12 @@ def regenerate_local(
                     parts[i] = []
             for batch in engine.batches(encoded):
                 seeds = [key_of(chunk[here[j]].number, turn) % 2**30 for j in batch]
-                for k, answer in zip(batch, engine.generate([encoded[j] for j in batch], sampling, seeds), strict=True):
+                try:
+                    found = engine.generate([encoded[j] for j in batch], sampling, seeds)
+                except NotFinite as error:
+                    named = chunk[here[batch[int(error.prompt)]]].id
+                    raise NotFinite(error.model, error.position, named) from error
+                for k, answer in zip(batch, found, strict=True):
                     i = here[k]
                     said[i].append(_marked(answer))
                     answers[i].append(answer)

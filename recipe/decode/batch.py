@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from recipe.choice import TARGET, most_likely, refuse_no_token
 from recipe.decode.cache import TargetPass, TargetSession, copied
 from recipe.decode.drafter_batch import BatchBlockProposer, BatchProposer, pad
 from recipe.decode.kernels import for_any_length
@@ -183,11 +184,12 @@ def open_batch(target: Any, target_layer_ids: Sequence[int], head: torch.Tensor 
 
 
 class _Row:
-    """One sequence on its way."""
+    """One sequence on its way; ``number``: its place among all that began."""
 
-    def __init__(self, prompt: torch.Tensor, sampler: Sampler, first: TargetPass) -> None:
-        self.prompt, self.sampler = prompt, sampler
-        self.tokens = [int(sampler(first.logits, len(prompt))[0])]
+    def __init__(self, number: int, prompt: torch.Tensor, sampler: Sampler, first: TargetPass) -> None:
+        self.number, self.prompt, self.sampler = number, prompt, sampler
+        self.tokens = sampler(first.logits, len(prompt)).tolist()
+        refuse_no_token(self.tokens, TARGET, len(prompt), number)
         self.blocks: list[Block] = []
         self.replays = 0
 
@@ -237,7 +239,7 @@ def generate_batch(
     with open_batch(decoder.target, decoder.proposer.target_layer_ids, decoder.head) as session:
         passes = session.start(prompts)
         began = now(device)
-        rows = live = [_Row(*parts) for parts in zip(prompts, _samplers(temperature, seeds), passes, strict=True)]
+        rows = live = _begun(prompts, temperature, seeds, passes)
         proposer = _batch_proposer(decoder.proposer, prompts, max_new_tokens)
         taps = [pad(parts) for parts in zip(*(first.taps for first in passes), strict=True)]
         given = [len(prompt) for prompt in prompts]
@@ -253,7 +255,8 @@ def generate_batch(
             counts = [min(drafts_at_most, max_new_tokens - len(row.tokens)) for row in live]
             anchors = [row.tokens[-1] for row in live]
             drafts = proposer.propose(taps, given, anchors, counts).to(device)
-            result = session.extend_all(torch.cat([torch.tensor(anchors, device=device)[:, None], drafts], dim=1))
+            asked = torch.cat([torch.tensor(anchors, device=device)[:, None], drafts.clamp_min(0)], dim=1)
+            result = session.extend_all(asked)
             given = _commit_all(live, counts, drafts, result.logits, max_new_tokens, stop_ids)
             taps = [tap[:, : max(given)] for tap in result.taps]
             session.keep_all(given)
@@ -277,7 +280,7 @@ def _commit_all(
     chosen, given = _choose(live, logits), []
     for row, count, proposed, choices in zip(live, counts, drafts.tolist(), chosen, strict=True):
         room = max_new_tokens - len(row.tokens)
-        block, new = commit(proposed[:count], choices[: 1 + count], room, stop_ids)
+        block, new = commit(proposed[:count], choices[: 1 + count], room, stop_ids, row.position, row.number)
         row.blocks.append(block)
         row.tokens.extend(new)
         given.append(len(new))
@@ -299,7 +302,7 @@ def plain_batch(
     with open_batch(target, [], head) as session:
         passes = session.start(prompts)
         began = now(device)
-        rows = live = [_Row(*parts) for parts in zip(prompts, _samplers(temperature, seeds), passes, strict=True)]
+        rows = live = _begun(prompts, temperature, seeds, passes)
         while True:
             stay = _unfinished(live, max_new_tokens, stop_ids)
             if not stay:
@@ -309,20 +312,24 @@ def plain_batch(
                 live = [live[index] for index in stay]
             result = session.extend_all(torch.tensor([row.tokens[-1:] for row in live], device=device))
             for row, choices in zip(live, _choose(live, result.logits), strict=True):
-                row.tokens.append(choices[0])
+                refuse_no_token(choices, TARGET, row.position, row.number)
+                row.tokens += choices
             session.keep_all([1] * len(live))
         seconds = (now(device) - began) / len(rows)
     return [PlainResult(row.tokens, len(row.tokens), seconds) for row in rows]
 
 
-def _samplers(temperature: float, seeds: Sequence[int]) -> list[Sampler]:
-    return [Sampler(temperature, seed) for seed in seeds]
+def _begun(
+    prompts: Sequence[torch.Tensor], temperature: float, seeds: Sequence[int], passes: Sequence[TargetPass]
+) -> list[_Row]:
+    parts = zip(prompts, seeds, passes, strict=True)
+    return [_Row(number, ids, Sampler(temperature, seed), first) for number, (ids, seed, first) in enumerate(parts)]
 
 
 def _choose(rows: Sequence[_Row], logits: torch.Tensor) -> list[list[int]]:
     """The target's choices for ``logits`` [n, q, V]. Greedy ones come over in one transfer: each is a wait."""
     if all(row.sampler.temperature == 0 for row in rows):
-        found: list[list[int]] = logits.argmax(-1).tolist()
+        found: list[list[int]] = most_likely(logits).tolist()
         return found
     return [row.sampler(logits[place], row.position).tolist() for place, row in enumerate(rows)]
 

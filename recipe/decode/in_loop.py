@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from recipe.choice import NotFinite
 from recipe.config.paths import heldout_prompts
 from recipe.data.tokenizer import load_tokenizer
 from recipe.decode.drafter_cache import IncrementalDrafter
@@ -105,15 +106,17 @@ class InLoopEvaluator:
             return {"unread": self._unreadable}
         assert self._steps is not None
         self._slices += 1
-        deadline, found = time.monotonic() + seconds, None
-        while found is None and time.monotonic() < deadline:
+        deadline, found, broken = time.monotonic() + seconds, None, None
+        while found is None and broken is None and time.monotonic() < deadline:
             try:
                 done = next(self._steps)
                 self.scene.watchdog.progress("evaluating", done, len(self.task.prompts), self._step)
             except StopIteration as end:
                 found = end.value
+            except NotFinite as error:  # the leader ends the run: no step can mend it
+                broken = {"not_finite": str(error)}
         self._target.leave()
-        return None if found is None else self._report(found)
+        return broken if found is None else self._report(found)
 
     def follow(self) -> None:
         assert self.share is not None

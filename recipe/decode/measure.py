@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from recipe.choice import NotFinite
 from recipe.decode.batch import generate_batch, plain_batch
 from recipe.decode.metrics import (
     TAU_IS,
@@ -101,7 +103,7 @@ def measuring(
     """`measure`, one answer at a time: yields the number of prompts done after each answer, so that a training loop
     can do other work between two. ``known``: plain answers by prompt, taken from there and put there: the target is
     frozen, so they need not be decoded twice. ``batch_size`` prompts are decoded together (`recipe.decode.batch`).
-    ``seconds`` counts the work alone, not what happens between.
+    ``seconds`` counts the work alone, not what happens between. Raises NotFinite, with the prompt's number.
     """
     results: list[DecodeResult] = []
     plains: list[PlainResult] = []
@@ -112,12 +114,14 @@ def measuring(
         chunk = range(first, min(first + batch_size, len(task.prompts)))
         ids = [task.prompts[index].ids.to(device) for index in chunk]
         if any(index not in known for index in chunk):
-            known.update(zip(chunk, _plain(decoder, task, ids, chunk), strict=True))
+            with _numbered(chunk):
+                known.update(zip(chunk, _plain(decoder, task, ids, chunk), strict=True))
             seconds += time.perf_counter() - began
             yield first
             began = time.perf_counter()
         plains += [known[index] for index in chunk]
-        results += _speculative(decoder, task, ids, chunk)
+        with _numbered(chunk):
+            results += _speculative(decoder, task, ids, chunk)
         for index, prompt in zip(chunk, ids, strict=True):
             outputs = known[index].tokens, results[index].tokens
             mismatch = _unexplained(index, *outputs)
@@ -138,6 +142,16 @@ def measuring(
         seconds=seconds,
         settings=dict(settings or {}),
     )
+
+
+@contextmanager
+def _numbered(chunk: range) -> Iterator[None]:
+    """What is decoded here are the prompts ``chunk``."""
+    try:
+        yield
+    except NotFinite as error:
+        assert isinstance(error.prompt, int)
+        raise NotFinite(error.model, error.position, chunk[error.prompt]) from error
 
 
 def _plain(decoder: SpeculativeDecoder, task: Task, ids: list[torch.Tensor], chunk: range) -> list[PlainResult]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recipe.choice import TARGET, most_likely, refuse_no_token
 from recipe.decode.cache import open_session
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import DecodeResult
@@ -98,7 +99,8 @@ def explain_mismatch(
 ) -> Mismatch | None:
     """None when the outputs are equal, else where they part and whether rounding explains it.
 
-    ``sampler``: of both outputs; None is greedy. Costs ``position`` target forwards.
+    ``sampler``: of both outputs; None is greedy. Costs ``position`` target forwards. Raises NotFinite: a tie cannot be
+    judged by logits that are not finite.
     """
     position = first_difference(plain, speculative)
     if position is None:
@@ -108,6 +110,7 @@ def explain_mismatch(
         other = speculative[position] if len(speculative) > position else None
         return Mismatch(index, position, longer, other, None, None, False)
     logits = _logits_after(target, prompt_ids, plain[:position], head)
+    refuse_no_token([min(most_likely(torch.stack(logits)).tolist())], TARGET, len(prompt_ids) + position, index)
     noise = rounding_noise(*logits)
     scores = (sampler or Sampler()).scores(logits[0][None], len(prompt_ids) + position)[0].float()
     one, two = float(scores[plain[position]]), float(scores[speculative[position]])

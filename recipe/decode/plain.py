@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from recipe.choice import TARGET, refuse_no_token
 from recipe.decode.cache import open_session
 from recipe.decode.sampling import Sampler
 
@@ -40,14 +41,25 @@ def plain_generate(
     seed: int = 0,
     head: torch.Tensor | None = None,
 ) -> PlainResult:
-    """Decode after ``prompt_ids`` int64 [P ≥ 1] until a stop id or ``max_new_tokens`` ≥ 1 tokens."""
+    """Decode after ``prompt_ids`` int64 [P ≥ 1] until a stop id or ``max_new_tokens`` ≥ 1 tokens.
+
+    Raises NotFinite where the target's logits are not finite.
+    """
     sampler = Sampler(temperature, seed)
+    tokens: list[int] = []
+
+    def choose(logits: torch.Tensor) -> None:
+        position = len(prompt_ids) + len(tokens)
+        chosen = sampler(logits, position)[:1].tolist()
+        refuse_no_token(chosen, TARGET, position)
+        tokens.extend(chosen)
+
     with open_session(target, [], head) as session:
         result = session.prefill(prompt_ids)
         began = now(prompt_ids.device)
-        tokens = [int(sampler(result.logits, len(prompt_ids))[0])]
+        choose(result.logits)
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
             result = session.extend(prompt_ids.new_tensor(tokens[-1:]))
             session.keep(1)
-            tokens.append(int(sampler(result.logits, len(prompt_ids) + len(tokens))[0]))
+            choose(result.logits)
         return PlainResult(tokens, len(tokens), now(prompt_ids.device) - began)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from recipe.choice import most_likely
+
 
 class Sampler:
     """Greedy at temperature 0, else a sample of softmax(logits / temperature).
@@ -18,8 +20,9 @@ class Sampler:
         self.temperature, self.seed = temperature, seed
 
     def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """Tokens int64 [n] for ``logits`` [n, V], where row i decides the token at absolute ``position + i``."""
-        return self.scores(logits, position).argmax(-1)
+        """Tokens int64 [n] for ``logits`` [n, V], where row i decides the token at absolute ``position + i``; NO_TOKEN
+        (`recipe.choice`) for a row that is not finite."""
+        return most_likely(self.scores(logits, position))
 
     def scores(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """What the choice is the maximum of, [n, V] in units of the logits: an error of a logit moves its score by as

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe.choice import NotFinite
 from recipe.decode.batch import BatchSession
 from recipe.decode.cache import TargetPass, TargetSession
 from recipe.errors import RunError
@@ -78,6 +79,12 @@ class ShardedTarget:
             sent = torch.tensor(numbers) if not isinstance(numbers, torch.Tensor) else numbers
             self._share(sent.to(self.device, torch.int64, copy=True))
 
+    def close(self, error: BaseException | None) -> None:
+        """A session has ended. After an error the others are inside a forward, or will be ended with this rank; but
+        logits that are not finite are found between two calls."""
+        if error is None or isinstance(error, NotFinite):
+            self.tell(Call.CLOSE)
+
     def leave(self) -> None:
         """The followers go back to what they did before."""
         self.tell(Call.LEAVE)
@@ -94,8 +101,7 @@ class _LeadingSession(TargetSession):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if error is None:  # else the others are inside a forward, or will be ended with this rank
-            self._target.tell(Call.CLOSE)
+        self._target.close(error)
 
     def prefill(self, prompt: torch.Tensor) -> TargetPass:
         self._target.tell(Call.PREFILL, numbers=prompt)
@@ -121,8 +127,7 @@ class _LeadingBatch(BatchSession):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if error is None:
-            self._target.tell(Call.CLOSE)
+        self._target.close(error)
 
     def start(self, prompts: Sequence[torch.Tensor]) -> list[TargetPass]:
         lengths = torch.tensor([len(prompts), *map(len, prompts)], device=prompts[0].device)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from recipe.choice import DRAFTER, TARGET, refuse_no_token
 from recipe.decode.cache import open_session
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.plain import now
@@ -34,7 +35,8 @@ class Proposer(Protocol):
         """A new sequence, of at most ``max_length`` positions."""
 
     def propose(self, taps: list[torch.Tensor], anchor: int, count: int) -> torch.Tensor:
-        """``count`` drafts int64 for the positions after the anchor. ``taps``: k × [n, H], the rows not yet given."""
+        """``count`` drafts int64 for the positions after the anchor, NO_TOKEN (`recipe.choice`) where none can be
+        chosen. ``taps``: k × [n, H], the rows not yet given."""
 
 
 class BlockProposer:
@@ -126,7 +128,8 @@ class SpeculativeDecoder:
         """Decode after ``prompt_ids`` int64 [P ≥ 1] until a stop id or ``max_new_tokens`` ≥ 1 tokens.
 
         A draft is accepted iff it equals the target's own choice at its place: the most likely token, or at temperature
-        above 0 an independent sample. Either way the output is distributed as the target's.
+        above 0 an independent sample. Either way the output is distributed as the target's. Raises NotFinite where the
+        logits of either model are not finite.
         """
         if prompt_ids.ndim != 1 or len(prompt_ids) < 1 or max_new_tokens < 1:
             raise ValueError("generate needs a prompt of at least one token and max_new_tokens of at least 1")
@@ -135,15 +138,18 @@ class SpeculativeDecoder:
             result = session.prefill(prompt_ids)
             began = now(prompt_ids.device)
             self.proposer.begin(prompt_ids, len(prompt_ids) + max_new_tokens + 1)
-            tokens = [int(sampler(result.logits, len(prompt_ids))[0])]
+            tokens = sampler(result.logits, len(prompt_ids)).tolist()
+            refuse_no_token(tokens, TARGET, len(prompt_ids))
             taps, blocks = result.taps, []
             while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
                 # The last block is cut at the length limit, as the reference client does it.
                 count = min(self.proposer.block_size - 1, max_new_tokens - len(tokens))
                 drafts = self.proposer.propose(taps, tokens[-1], count)
-                result = session.extend(torch.cat([prompt_ids.new_tensor(tokens[-1:]), drafts.to(prompt_ids)]))
-                choices = sampler(result.logits, len(prompt_ids) + len(tokens))
-                block, new = commit(drafts.tolist(), choices.tolist(), max_new_tokens - len(tokens), stop_ids)
+                # NO_TOKEN is no id, and is refused only when the drafts come over: until then any id will do.
+                asked = torch.cat([prompt_ids.new_tensor(tokens[-1:]), drafts.clamp_min(0).to(prompt_ids)])
+                result, position = session.extend(asked), len(prompt_ids) + len(tokens)
+                choices = sampler(result.logits, position).tolist()
+                block, new = commit(drafts.tolist(), choices, max_new_tokens - len(tokens), stop_ids, position)
                 blocks.append(block)
                 tokens.extend(new)
                 if len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
@@ -152,8 +158,15 @@ class SpeculativeDecoder:
             return DecodeResult(tokens, blocks, session.state_replays, now(prompt_ids.device) - began)
 
 
-def commit(drafts: list[int], choices: list[int], room: int, stop_ids: Collection[int]) -> tuple[Block, list[int]]:
-    """The leading drafts that equal the target's choices, and its next choice; cut at an end token and at room."""
+def commit(
+    drafts: list[int], choices: list[int], room: int, stop_ids: Collection[int], position: int = 0, prompt: int = 0
+) -> tuple[Block, list[int]]:
+    """The leading drafts that equal the target's choices, and its next choice; cut at an end token and at room.
+
+    Raises NotFinite for a draft or a choice that could not be made; ``position`` (of the first) and ``prompt`` name it.
+    """
+    refuse_no_token(drafts, DRAFTER, position, prompt)
+    refuse_no_token(choices, TARGET, position, prompt)
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
         accepted += 1

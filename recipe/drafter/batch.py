@@ -112,11 +112,15 @@ def assemble(
     last_hidden: Tensor | None = None,
     slots: int | None = None,
 ) -> MicroBatch:
-    """A micro-batch with given document-local anchors (one array a document). Raises ValueError on unequal lengths."""
+    """A micro-batch with given document-local anchors (one array a document). Raises ValueError on unequal lengths, and
+    on features that are not all [C, H] of one width and dtype."""
     rows = sum(lengths)
     features = [*taps, *([] if last_hidden is None else [last_hidden])]
     if any(len(x) != rows for x in (input_ids, loss_mask, *features)):
         raise ValueError(f"a packed row of {rows} tokens needs as many ids, mask values and feature rows")
+    kinds = {(*x.shape, x.dtype) for x in features}
+    if len(kinds) != 1 or any(x.ndim != 2 for x in features):
+        raise ValueError(f"taps and last hidden state must be alike, [{rows}, H] each: {sorted(map(str, kinds))}")
     host = HostLayout.build(lengths, anchors, loss_mask, slots)
     device = taps[0].device
 

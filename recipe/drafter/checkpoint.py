@@ -92,11 +92,11 @@ class Checkpoints:
         self.keep, self.leader, self.device, self.tick = keep, leader, device, tick
         self._read_back = False  # whether a checkpoint of this launch has been read: until then older ones stay
 
-    def save(self, engine: Any, step: int, losses: Mapping[str, Any] | None = None) -> Path:
+    def save(self, engine: Any, step: int, trained: Mapping[str, Any] | None = None) -> Path:
         """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint.
 
-        ``losses``: for `restore` to give back. Raises SaveFailed on every rank when one of them cannot write; older
-        checkpoints stay. The first save of a launch is read back before any of them goes.
+        ``trained``: what those steps came to, for `saved_state`. Raises SaveFailed on every rank when one of them cannot
+        write; older checkpoints stay. The first save of a launch is read back before any of them goes.
         """
         final, staging = self.folder / folder_name(step), self.folder / f".{folder_name(step)}.tmp"
         self._together(step, lambda: self._begin(staging), staging)
@@ -104,18 +104,18 @@ class Checkpoints:
         sums: list[tuple[str, str]] = []
         self._together(step, lambda: facts.update(self._write(engine, staging, sums)), staging)
         of_all = dict(gather_over_world(sums))
-        state = {"facts": facts, "losses": dict(losses or {})}
-        self._together(step, lambda: self._publish(staging, final, step, state, of_all), staging)
+        known = {"engine": facts, "trained": dict(trained or {})}
+        self._together(step, lambda: self._publish(staging, final, step, known, of_all), staging)
         return final
 
-    def restore(self, engine: Any, step: int) -> dict[str, Any]:
+    def restore(self, engine: Any, step: int) -> None:
         """Load the checkpoint of ``step``, which the leader chose for all ranks; other numbers of ranks are fine.
 
-        Returns the losses that were saved with it. Raises ResumeMismatch when the masters, or the weights that this
+        Raises ResumeMismatch when the masters, or the weights that this
         rank now works with, are not the weights that lie in the checkpoint.
         """
         folder = self.folder / folder_name(step)
-        state = json.loads((folder / STATE).read_text())
+        state = saved_state(self.folder, step)
         files = [folder / name for name in sorted(state["files"]) if name.startswith("optimizer_")]
         shift = self.schedule.rate_step(step) - int(state["rate_step"])
         try:
@@ -127,7 +127,6 @@ class Checkpoints:
             raise ResumeMismatch(
                 f"restored from {folder}, {other[0]} is not the weight that was saved there (and {len(other) - 1} more)"
             )
-        return dict(state.get("losses") or {})
 
     def clean(self) -> None:
         """Remove what saves that were interrupted have left. The leader's, before the run goes on."""
@@ -165,8 +164,7 @@ class Checkpoints:
             "step": step,
             "worlds": [asdict(world) for world in self.schedule.worlds],
             "rate_step": self.schedule.rate_step(step),
-            "engine": known["facts"],
-            "losses": known["losses"],
+            **known,
             "identity": self.identity,
             "files": {name: [(staging / name).stat().st_size, sums[name]] for name in sorted(sums)},
         }

@@ -170,17 +170,23 @@ class Desk:
             self.status.phase(f"evaluating step {most['step']}", int(most["done"]), int(most["total"]))
 
     def evaluated(self, answer: dict[str, Any]) -> None:
-        """Real decoding of the drafter of an earlier step, by the target ranks."""
+        """Real decoding of the drafter of an earlier step, by the target ranks. Raises RunError when logits were not
+        finite: the run has then DIVERGED, although every step may have been fine."""
         assert self.reporter is not None
+        step = int(answer["step"])
+        if "not_finite" in answer:
+            message = f"the evaluation of step {step}: {answer['not_finite']}"
+            self.diverged(step, message)
+            raise RunError(message)
         if why := answer.get("unread"):
-            self.log.event(f"warning: step {answer['step']} is not evaluated: its drafter cannot be read ({why})")
+            self.log.event(f"warning: step {step} is not evaluated: its drafter cannot be read ({why})")
             return
         if why := answer.get("unwritten"):
             self.trouble.failed(RESULTS, why)
         else:
             self.trouble.worked(RESULTS)
         self.evaluations.append(answer)
-        step, tau = int(answer["step"]), answer["tau"]
+        tau = answer["tau"]
         ties = f" ({answer['ties']} numeric tie(s))" if answer["ties"] else ""
         self.log.event(
             f"eval step={step} tau={'-' if tau is None else f'{tau:.3f}'} "
@@ -192,7 +198,7 @@ class Desk:
             self.wandb.log_evaluation(step, values)
 
     def diverged(self, step: int, message: str) -> None:
-        self.log.event(f"diverged: {message}; the newest checkpoint is kept")
+        self.log.event(f"diverged: {message}" + ("" if self.scene.dry_run else "; the newest checkpoint is kept"))
         self.status.diverged(step, message)
 
     def finish(self, export_run: Export) -> None:
@@ -200,6 +206,8 @@ class Desk:
         assert self.reporter is not None
         steps = self.scene.schedule.total_steps
         if self.scene.dry_run:
+            for line in self._accounts():
+                self.log.event(line)
             self.log.event(f"one step done in {self.reporter.last['ms'] / 1000:.1f} s: this config runs here")
             self.status.done("dry run")
             self._close(0)
@@ -232,13 +240,16 @@ class Desk:
         if self.evaluations:
             summary["tau"] = self.evaluations[-1]["tau"]
             summary["evaluation_s"] = round(sum(one["seconds"] for one in self.evaluations), 1)
+        if self.reporter.warnings:
+            summary["warnings"] = self.reporter.warnings
         with self.trouble.survived("summary.json"):
             write_json(self.run_dir.summary_json, summary)
         self.log.event(f"over the whole run: {verdict.line()}")
         for line in self._accounts():
             self.log.event(line)
-        self.log.event(f"done: {steps} steps, export in {export}")
-        self.status.done(f"{steps} steps, export in {export}")
+        said = "; ".join([f"{steps} steps, export in {export}", *(f"warning: {one}" for one in self.reporter.warnings)])
+        self.log.event(f"done: {said}")
+        self.status.done(said)
         self._close(0)
 
     def _accounts(self) -> list[str]:

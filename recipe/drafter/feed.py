@@ -19,7 +19,7 @@ from recipe.drafter.anchors import EntryKey, candidates, plan_anchors
 from recipe.drafter.batch import HostLayout, MicroBatch, Tokens, assemble, blank
 from recipe.drafter.noise import add_noise
 from recipe.errors import RunError
-from recipe.ring import Ring
+from recipe.ring import Misfit, Ring
 
 NOTHING = HostLayout.build([1], [np.zeros(0, np.int64)], np.zeros(1, bool), None)
 
@@ -83,6 +83,9 @@ class Feed:
         device: torch.device,
         timeout_s: float,
     ) -> None:
+        if taps + last_hidden != ring.spec.streams:
+            rule = f"{taps} taps and {int(last_hidden)} last hidden state"
+            raise Misfit(f"the ring carries {ring.spec.streams} streams, and this drafter reads {rule}")
         self.schedule, self.rows, self.ring, self.place = schedule, rows, ring, place
         self.taps, self.last_hidden = taps, last_hidden
         self.max_anchors, self.slots, self.noise, self.seed = max_anchors, slots, noise, seed
@@ -188,6 +191,8 @@ class Feed:
                     f"ring entry of row {key.row}, epoch {key.epoch} holds {lease.n_tokens} tokens "
                     f"(checksum {lease.checksum:08x}); the row has {stop - start} and other tokens"
                 )
+            if len(lease.pages) != self.ring.spec.pages_for(lease.n_tokens):
+                raise Misfit(f"ring entry of row {key.row}: {lease.n_tokens} tokens on {len(lease.pages)} pages")
             leases.append(lease)
             self._copy(lease.pages, start, stop, streams)
         if self._stream is not None:

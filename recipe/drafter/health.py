@@ -7,7 +7,7 @@ looked for the cause: taps by entry and layer, weights, losses by micro-batch, g
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from recipe.data.schedule import entry_id
 from recipe.drafter.anchors import EntryKey
 
-WINDOW = 100  # steps over which skipped ones are counted
 MOST_LINES = 6  # findings of one kind that a rank tells of one step
 
 
@@ -100,22 +99,6 @@ class Health:
                 entries = ", ".join(_entry(key) for key in where.keys[:4]) + (", …" if len(where.keys) > 4 else "")
                 lines.append(f"loss ({value}) of micro-batch {index} with {entries or 'no entry'}")
         return _some("losses", lines)
-
-
-class SkipCount:
-    """Skipped steps among the last ``WINDOW``: more than ``most`` of them end the run."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
-
-    def add(self, skipped: bool) -> int:
-        """Note one step; returns how many of the last ones were skipped."""
-        self._recent.append(skipped)
-        return sum(self._recent)
-
-    def too_many(self) -> bool:
-        return sum(self._recent) > self.most
 
 
 def causes(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

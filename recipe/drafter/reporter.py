@@ -37,6 +37,8 @@ class SilentReporter:
 
     def count(self, **counts: int) -> None: ...
 
+    def warn(self, text: str) -> None: ...
+
     def saving(self) -> None: ...
 
 
@@ -70,6 +72,7 @@ class RunReporter:
         self._waited_s = 0.0
         self.last: dict[str, Any] = {}
         self.totals: dict[str, int] = {}
+        self.warnings: list[str] = []
         self._started, self._first = time.monotonic(), first_step
         self._watch_ring()
 
@@ -113,6 +116,11 @@ class RunReporter:
         self.metrics.count(**counts)
         for name, number in counts.items():
             self.totals[name] = self.totals.get(name, 0) + number
+
+    def warn(self, text: str) -> None:
+        """Something that the run is not to be called done without."""
+        self.warnings.append(text)
+        self.log.event(f"warning: {text}")
 
     def saving(self) -> None:
         self.status.phase("saving")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recipe.config import RunConfig
-from recipe.drafter.checkpoint import Checkpoints, stored_config
+from recipe.drafter.checkpoint import Checkpoints, saved_state, stored_config
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.desk import Desk, Export, gate_tokens, start_sampler
 from recipe.drafter.evaluation import EvaluationClerk
@@ -20,6 +20,7 @@ from recipe.drafter.losses import Losses
 from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.objective import Objective
 from recipe.drafter.reporter import SilentReporter
+from recipe.drafter.tally import Tally
 from recipe.drafter.trainer import Diverged, Trainer
 from recipe.errors import ConfigError
 from recipe.evaluations import Evaluations
@@ -43,7 +44,8 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         sampler = start_sampler(scene, load_nvml(scene.config.dflash.telemetry.gpu))
     embedding, head = _frozen(scene)
     engine = _engine(scene)
-    checkpoints, losses = _checkpoints(scene, engine)
+    checkpoints = _checkpoints(scene, engine)
+    tally, losses = _so_far(scene)
     feed = _feed(scene)
     _wait_for_the_reservoir(scene, desk)
     run = scene.config.dflash.run
@@ -64,11 +66,11 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         None if scene.dry_run else checkpoints,
         reporter,
         Health(engine.module, _streams(scene), name_bad_gradients(engine)),
+        tally,
         who=scene.role.name,
         scale=scene.config.global_micro_batches(scene.role.nodes),
         log_every=run.log_every,
         save_every=run.save_every,
-        max_skipped=run.max_skipped_steps,
         losses=losses,
         moved=moved,
     )
@@ -84,9 +86,8 @@ def run_drafter(scene: Scene, run_dir: RunDir | None, export: Export) -> None:
         desk.finish(export)
 
 
-def _checkpoints(scene: Scene, engine: Any) -> tuple[Checkpoints, Losses]:
+def _checkpoints(scene: Scene, engine: Any) -> Checkpoints:
     """Where checkpoints go; when the run is resumed, ``engine`` has been loaded from the agreed one."""
-    losses: dict[str, Any] = {}
     leads = scene.role.is_leader
     checkpoints = Checkpoints(
         scene.run_path / "checkpoints",
@@ -101,10 +102,8 @@ def _checkpoints(scene: Scene, engine: Any) -> tuple[Checkpoints, Losses]:
     if scene.resume:
         checkpoints.clean()
         refuse_another_drafter(scene.run_path, engine.module.config, scene.first_step)
-        losses = checkpoints.restore(engine, scene.first_step)
-    ours = scene.config.dflash
-    setting = {"objective": ours.objective.model_dump(mode="json"), "target dtype": ours.target.dtype}
-    return checkpoints, Losses(setting, losses)
+        checkpoints.restore(engine, scene.first_step)
+    return checkpoints
 
 
 def refuse_another_drafter(run_path: Path, config: DrafterConfig, step: int) -> None:
@@ -115,6 +114,18 @@ def refuse_another_drafter(run_path: Path, config: DrafterConfig, step: int) -> 
         if name != "dtype" and getattr(stored, name) != ours:
             rule = f"the drafter of its step {step} has {name} = {getattr(stored, name)}, this run's would have {ours}"
             raise ConfigError("--resume", str(run_path), rule, "start a new run")
+
+
+def _so_far(scene: Scene) -> tuple[Tally, Losses]:
+    """What the steps behind the checkpoint came to; empty for a new run. A dry run's one step may not be skipped."""
+    ours = scene.config.dflash
+    trained: dict[str, Any] = {}
+    tally = Tally(0 if scene.dry_run else ours.run.max_skipped_steps)
+    if scene.resume:
+        trained = saved_state(scene.run_path / "checkpoints", scene.first_step).get("trained") or {}
+        tally.restore(trained.get("steps"), scene.first_step, first=scene.role.is_leader)
+    setting = {"objective": ours.objective.model_dump(mode="json"), "target dtype": ours.target.dtype}
+    return tally, Losses(setting, trained.get("losses") or {})
 
 
 def _wait_for_the_reservoir(scene: Scene, desk: Desk | None) -> None:
@@ -180,7 +191,19 @@ def _frozen(scene: Scene) -> tuple[Tensor, Tensor]:
     embedding = checkpoint.embedding(scene.device).to(dtype)
     head = embedding if checkpoint.tied else checkpoint.head(scene.device).to(dtype)
     checkpoint.close()
+    if scene.dry_run:  # a run finds it in the step that uses the row, if any does
+        for name, table in (("embedding", embedding), ("head", head)):
+            _refuse_bad_rows(scene, name, table)
     return embedding, head
+
+
+def _refuse_bad_rows(scene: Scene, name: str, table: Tensor) -> None:
+    """ConfigError for values of ``table`` [V, H] that are not finite: sums of rows show them without a copy of it."""
+    bad = (~torch.isfinite(table.sum(1, dtype=torch.float32))).nonzero().flatten().tolist()
+    if bad:
+        tokens = ", ".join(map(str, bad[:4])) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        rule = f"its {name} is not finite (NaN or inf) for token {tokens}: steps with it would be skipped"
+        raise ConfigError("dflash.target.path", scene.config.dflash.target.path, rule, "fetch or convert it again")
 
 
 def _engine(scene: Scene) -> Any:

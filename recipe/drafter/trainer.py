@@ -11,9 +11,10 @@ from torch import Tensor
 
 from recipe.drafter.checkpoint import Checkpoints, SaveFailed
 from recipe.drafter.feed import Feed
-from recipe.drafter.health import Health, SkipCount, as_pairs, causes, counts
+from recipe.drafter.health import Health, as_pairs, causes, counts
 from recipe.drafter.losses import Losses
 from recipe.drafter.objective import Objective
+from recipe.drafter.tally import Tally, outcome
 from recipe.errors import RunError
 from recipe.roles.engine import MasterSample, gradient_norm, learning_rate, step_was_skipped
 from recipe.roles.worlds import gather_over_world, sum_over_world
@@ -26,6 +27,7 @@ class Reporter(Protocol):
     def flush(self, step: int, sums: dict[str, tuple[float, float]]) -> None: ...
     def event(self, text: str) -> None: ...
     def count(self, **counts: int) -> None: ...
+    def warn(self, text: str) -> None: ...
     def saving(self) -> None: ...
 
 
@@ -43,7 +45,7 @@ class StepFacts(NamedTuple):
 
 class StepTotals(NamedTuple):
     """Of one step over all drafter ranks, known before any forward: supervised weight (the loss's denominator), tokens,
-    entries in which nothing is supervised two tokens running."""
+    entries in which nothing is supervised two tokens running. A weight of 0: nothing to learn in this step."""
 
     weight: float
     tokens: int
@@ -51,7 +53,7 @@ class StepTotals(NamedTuple):
 
 
 class Diverged(RunError):
-    """Too many non-finite steps, or weights that are not finite; ``step`` is the last step."""
+    """Too many non-finite steps, weights that are not finite, or a run that trained nothing; ``step`` is the last."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)
@@ -64,9 +66,11 @@ class Trainer:
     Args:
         engine: DeepSpeed engine around the drafter.
         embedding, head: the target's, frozen, [V, H] each.
+        checkpoints: None for a dry run, which is judged by its numbers alone.
         health: looks for numbers that are not finite; ``who`` is this rank's name in what it finds.
-        scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (docs/deepspeed.md).
+        tally: of the steps before ``first_step``, and of those to come.
         losses: what tells whether a resumed run goes on where it was.
+        scale: drafter ranks x accumulation; with it a sum-loss becomes the exact global mean (docs/deepspeed.md).
         moved: called with (phase, step, steps) after every step and before a save, for the watchdog.
     """
 
@@ -80,29 +84,31 @@ class Trainer:
         checkpoints: Checkpoints | None,
         reporter: Reporter,
         health: Health,
+        tally: Tally,
         *,
         who: str,
         scale: int,
         log_every: int,
         save_every: int,
-        max_skipped: int,
         losses: Losses,
         moved: Callable[[str, int, int], None],
     ) -> None:
         self.engine, self.feed, self.objective = engine, feed, objective
         self.embedding, self.head, self.checkpoints, self.reporter = embedding, head, checkpoints, reporter
         self.scale, self.log_every, self.save_every = scale, log_every, save_every
-        self.moved, self.health, self.who, self.losses = moved, health, who, losses
+        self.moved, self.health, self.tally, self.losses, self.who = moved, health, tally, losses, who
         self.device = embedding.device
         self._window: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
-        self._skips = SkipCount(max_skipped)
         self._masters = MasterSample(engine)
         self._unmoved = 0
+        self._cause = ""
 
     def run(self, first_step: int) -> None:
-        """Train from ``first_step`` to the end of the schedule, then save."""
+        """Train from ``first_step`` to the end of the schedule, then save. Raises Diverged, on all ranks together."""
         steps = self.feed.schedule.total_steps
+        if first_step >= steps:
+            self._judge(steps)
         for step in range(first_step, steps):
             started, waited = time.monotonic(), self.feed.waited_s
             totals, rate = self._totals(step), learning_rate(self.engine)  # before any forward
@@ -110,12 +116,14 @@ class Trainer:
                 hidden = self.engine(batch, self.embedding)
                 sums = self.objective.sums(hidden, batch, self.head)
                 fit = self.health.factor(planned, row_sums, sums.loss_sum)
-                self.engine.backward(sums.loss_sum * (fit * (self.scale / totals.weight)))
+                self.engine.backward(sums.loss_sum * (fit * (self.scale / max(totals.weight, 1e-12))))
                 self.engine.step()
                 self._collect(sums.metrics)
             self._finish_step(step + 1, started, self.feed.waited_s - waited, totals, rate)
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 self._flush(step + 1)
+            if step + 1 == steps:
+                self._judge(steps)
             if self.checkpoints is not None and ((step + 1) % self.save_every == 0 or step + 1 == steps):
                 self._save(self.checkpoints, step + 1, steps)
             self.moved("training", step + 1, steps)
@@ -131,7 +139,7 @@ class Trainer:
         weight, tokens, barren = sum_over_world(own, self.device)
         if weight == 0:
             self.reporter.count(empty_steps=1)
-        return StepTotals(max(weight, 1e-12), int(tokens), int(barren))
+        return StepTotals(weight, int(tokens), int(barren))
 
     def _collect(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Add numerators and denominators of this micro-batch to the step's, without a device sync."""
@@ -150,13 +158,13 @@ class Trainer:
         facts = StepFacts(time.monotonic() - started, waited_s, totals.tokens, norm, rate, skipped)
         self.reporter.step(step, facts)
         self.reporter.count(barren=totals.barren)
-        of_late = self._skips.add(skipped)
+        kind, moved = outcome(skipped, rate, totals.weight), self._masters.moved()
+        of_late = self.tally.add(kind, moved)
         if skipped:
             self._name_what_is_wrong(step, of_late)
         else:
             self.health.step_done()
-        # A rate of 0, as in the first step of a warm-up, changes nothing and is meant to.
-        self._unmoved += int(not self._masters.moved() and not skipped and rate > 0)
+        self._unmoved += kind == "taken" and not moved
 
     def _name_what_is_wrong(self, step: int, of_late: int) -> None:
         """Every rank looks, the leader tells. More than ``max_skipped`` of the last steps, or weights that are not
@@ -166,8 +174,8 @@ class Trainer:
         self.reporter.event(f"step {step} skipped, nothing was changed ({of_late} skipped of late)")
         for _, text in found:
             self.reporter.event(f"step {step}: {text}")
-        cause = found[0][1] if found else "the gradient norm is not finite"
-        if self._skips.too_many():
+        self._cause = cause = found[0][1] if found else "the gradient norm is not finite"
+        if self.tally.too_many_skipped():
             raise Diverged(step, f"{of_late} of the last steps had numbers that are not finite; step {step}: {cause}")
         if any(kind == "weights" for kind, _ in found):
             raise Diverged(step, f"step {step}: {cause}")
@@ -177,8 +185,9 @@ class Trainer:
         self.moved("saving", step, steps)
         self.reporter.saving()
         self._refuse_bad_weights(step)
+        trained = {"steps": self.tally.to_json(self._moved_on_all_ranks()), "losses": self.losses.to_json()}
         try:
-            checkpoints.save(self.engine, step, self.losses.to_json())
+            checkpoints.save(self.engine, step, trained)
         except SaveFailed as error:  # on all ranks
             if step == steps:
                 raise
@@ -189,6 +198,20 @@ class Trainer:
         """A checkpoint that could not be used must not push out one that can."""
         if not self.health.weights_are_finite():
             raise Diverged(step, f"weights are not finite after step {step}: it is not saved")
+
+    def _judge(self, step: int) -> None:
+        """After the last step and before it is saved: a resume then begins with steps that can still be good."""
+        if self.checkpoints is None:
+            return self._refuse_bad_weights(step)
+        moved = self._moved_on_all_ranks()
+        fault, warning = self.tally.fault(moved), self.tally.warning(moved)
+        if fault is not None:
+            raise Diverged(step, "; ".join(filter(None, [fault, self._cause])))
+        if warning is not None:
+            self.reporter.warn(warning)
+
+    def _moved_on_all_ranks(self) -> float:
+        return sum_over_world([self.tally.moved], self.device)[0]
 
     def _flush(self, step: int) -> None:
         names = sorted(self._window)

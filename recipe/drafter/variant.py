@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from recipe.choice import most_likely
 from recipe.drafter.batch import HostLayout
 from recipe.drafter.config import ARCHITECTURE
 
@@ -64,8 +65,8 @@ class DFlash:
         return block_size - 1
 
     def draft(self, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        """hidden [B, H] of one block -> int64 [B-1] drafts: all at once, each the most likely token."""
-        return logits(hidden[1:]).argmax(-1)
+        """hidden [B, H] of one block -> int64 [B-1] drafts: all at once, each the most likely token, or NO_TOKEN."""
+        return most_likely(logits(hidden[1:]))
 
 
 DFLASH = DFlash()

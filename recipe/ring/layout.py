@@ -7,11 +7,13 @@ page tables, and then, aligned to a memory page, the data pages. All tables have
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from recipe.errors import ConfigError
+from recipe.ring.tickets import Misfit
 
 MAGIC = 0x474E4952_48534C46  # "FLSHRING", read as a little-endian word
 VERSION = 1
@@ -135,6 +137,19 @@ class RingSpec:
     def pages_for(self, n_tokens: int) -> int:
         """Pages that a sequence of ``n_tokens`` occupies."""
         return -(-n_tokens // self.page_tokens)
+
+    def expect(self, streams: Sequence[torch.Tensor], n_tokens: int) -> None:
+        """Raises Misfit unless ``streams`` are one tensor [..., S ≥ n_tokens, hidden] of ``dtype`` for each stream."""
+        if len(streams) != self.streams:
+            raise Misfit(
+                f"a page of the ring has {self.streams} streams (taps and last hidden state), not {len(streams)}"
+            )
+        for index, tensor in enumerate(streams):
+            if tensor.ndim < 2 or tensor.shape[-1] != self.hidden or tensor.shape[-2] < n_tokens:
+                found, wanted = list(tensor.shape), f"{n_tokens} tokens of {self.hidden} features"
+                raise Misfit(f"stream {index} for the ring is {found} where {wanted} are needed")
+            if tensor.dtype != self.torch_dtype:
+                raise Misfit(f"stream {index} for the ring is {tensor.dtype}, and the ring holds {self.torch_dtype}")
 
     def words(self) -> list[int]:
         """The spec as the header words from W_STREAMS on."""

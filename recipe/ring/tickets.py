@@ -11,6 +11,10 @@ class RingTimeout(RunError):
     """A wait took longer than its limit; the text says what is missing and which process holds what."""
 
 
+class Misfit(RunError):
+    """Tensors that are not what a ring's pages hold: copied all the same they would be repeated, cut or rounded."""
+
+
 class RingAborted(RunError):
     """The ring was aborted, by a peer or because a peer died; ``reason`` says why. Nothing in it can be trusted now."""
 

@@ -116,8 +116,8 @@ class MasterSample:
 
 
 def learning_rate(engine: Any) -> float:
-    """Of the step that comes next."""
-    return float(engine.get_lr()[0])
+    """Of the step that comes next; the largest, where groups of parameters have their own."""
+    return max(map(float, engine.get_lr()))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

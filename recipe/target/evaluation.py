@@ -30,7 +30,8 @@ class Evaluator(Protocol):
         """The first rank: take up the drafter of ``step``."""
 
     def work(self, seconds: float) -> dict[str, Any] | None:
-        """The first rank: decode for about ``seconds``; the result when it is complete."""
+        """The first rank: decode for about ``seconds``; the result when it is complete, or ``not_finite``: where logits
+        were not, after which nothing more can be measured."""
 
     def follow(self) -> None:
         """The others: take part in one `work` of the first rank."""

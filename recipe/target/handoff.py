@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recipe.ring import Ring, Write
+from recipe.ring import Misfit, Ring, Write
 
 IN_FLIGHT = 2
 
@@ -50,8 +50,10 @@ class Handoff:
     def submit(self, taps: list[torch.Tensor], writes: Sequence[tuple[int, Write]]) -> None:
         """Queue one batch. ``taps``: k tensors [n, S, H]; ``writes``: (index in the batch, reserved entry).
 
-        Call it on the compute stream, right after the capture. Blocks while IN_FLIGHT batches are being copied.
+        Call it on the compute stream, right after the capture. Blocks while IN_FLIGHT batches are being copied. Raises
+        Misfit for what the entries' pages cannot take as it is.
         """
+        self._refuse_misfit(taps, writes)
         self._slots.acquire()
         if self._failed:
             self._slots.release()
@@ -60,6 +62,16 @@ class Handoff:
         if ready is not None:
             ready.record()
         self._jobs.put(_Job(taps, writes, ready))
+
+    def _refuse_misfit(self, taps: list[torch.Tensor], writes: Sequence[tuple[int, Write]]) -> None:
+        spec = self._ring.spec
+        spec.expect(taps, max((write.n_tokens for _, write in writes), default=0))
+        rows = min(len(tap) for tap in taps)
+        for index, write in writes:
+            if not 0 <= index < rows or taps[0].ndim != 3:
+                raise Misfit(f"entry {write.entry_id} is row {index} of a batch of {rows}")
+            if len(write.pages) != spec.pages_for(write.n_tokens):
+                raise Misfit(f"entry {write.entry_id} of {write.n_tokens} tokens has {len(write.pages)} pages")
 
     def close(self) -> None:
         """Wait until everything submitted is in the ring."""

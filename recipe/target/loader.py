@@ -197,13 +197,19 @@ def _layer_of(name: str) -> int:
 def _read_piece(checkpoint: Checkpoint, piece: Piece, place: torch.Tensor) -> None:
     """Straight into ``place``, a view of this rank's parameter on its device."""
     if piece.cut is None:
-        place.copy_(checkpoint.tensor(piece.source, place.device))
+        _copy(checkpoint.tensor(piece.source, place.device), place, piece)
         return
     offset = 0
     for start, stop in piece.cut.ranges:
         value = checkpoint.cut(piece.source, piece.cut.dim, start, stop, place.device)
-        place.narrow(piece.cut.dim, offset, stop - start).copy_(value)
+        _copy(value, place.narrow(piece.cut.dim, offset, stop - start), piece)
         offset += stop - start
+
+
+def _copy(value: torch.Tensor, place: torch.Tensor, piece: Piece) -> None:
+    if value.shape != place.shape:  # copy_ would repeat it
+        raise RunError(f"{piece.source}: {list(value.shape)} is read for {list(place.shape)} of {piece.parameter}")
+    place.copy_(value)
 
 
 def _may_be_absent(plan: ShardPlan, rank: int, name: str) -> bool:

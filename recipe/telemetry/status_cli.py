@@ -20,7 +20,7 @@ EPILOG = """exit codes:
   0  healthy (STARTING, FILLING, TRAINING) or DONE
   2  RUN is not a run folder
   3  STALLED: alive, but no progress for longer than expected, or stopped
-  4  DIVERGED: the loss is not finite, or too many steps were skipped
+  4  DIVERGED: the loss is not finite, too many steps were skipped, or nothing was trained
   5  DEAD: a process of the run is gone
 
 example: python -m recipe status runs/demo --watch"""

@@ -19,6 +19,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("target_forwards_per_token", "target forwards per token", ".3f"),
     ("accept_rate", "accept rate by position", ".2f"),
     ("bottleneck", "bottleneck", ""),
+    ("warnings", "warning", ""),
 )
 _PATHS = ("checkpoint", "export", "metrics", "report")
 

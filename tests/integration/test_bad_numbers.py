@@ -6,6 +6,7 @@ Real launches over gloo, forked: see `fork_server.py`; `poison.py` plants the nu
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_each_kind_is_skipped_in_its_step_named_and_counted(place: Place) -> Non
         {"ranks": [1], "what": "gradient", "steps": [9], "name": PARAMETER},
         {"ranks": [1, 2], "what": "frozen", "steps": [11]},
     ]
-    place.train("some", POISON=poison)
+    place.train("some", "dflash.run.max_skipped_steps=50", POISON=poison)
     text, seen = place.log("some"), {r["step"]: r for r in place.records("some")}
     tap = r"step (\d+): tap of layer 2 of entry 5 \(epoch 0, row 5, use 0\) is not finite on .*drafter"
     (bad,) = re.findall(tap, text)
@@ -81,3 +82,45 @@ def test_more_than_a_bounded_number_stops_the_run(place: Place) -> None:
     assert status.state == "DIVERGED" and status.step == 5
     assert "5 of the last steps" in status.message and "tap of layer 1 of entry" in status.message
     assert [record["skipped"] for record in place.records("all")] == [1, 1, 1, 1]
+
+
+EVERYWHERE = [{"ranks": [0], "what": "tap", "entries": None, "stream": 0, "value": "nan"}]
+FROZEN = [{"ranks": [1, 2], "what": "frozen", "steps": [3, 4, 5]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "poison", "why"),
+    [
+        ("short", EVERYWHERE, r"5 of the last 5 steps .* not finite .*; tap of layer 1 of entry \d+ "),
+        ("unmoved", FROZEN, "of 5 steps 2 had the learning rate 0, 3 changed no weight"),
+    ],
+)
+def test_a_short_run_that_trained_nothing_is_not_done(
+    place: Place, name: str, poison: list[dict[str, Any]], why: str
+) -> None:
+    """Nor is it when it is resumed for its last step."""
+    five = ("dflash.run.max_steps=5", "dflash.run.save_every=4", "dflash.run.max_skipped_steps=5")
+    for launch in (place.train(name, *five, code=1, POISON=poison), place.resume(name, *five, code=1, POISON=poison)):
+        run = RunDir.open(place.folder / "runs" / name)
+        status = read_status(run)
+        assert status.exit_code == 4 and status.state == "DIVERGED" and re.search(why, status.message)
+        assert "Diverged: " in launch.output.splitlines()[-1] and "done:" not in launch.output
+        assert not run.summary_json.exists() and not list(run.export.iterdir())
+        assert [path.name for path in run.checkpoints.glob("step_*")] == ["step_00000004"]
+
+
+def test_check_fails_on_a_tap_that_is_not_finite(place: Place) -> None:
+    launch = place.train("checked", flags=("--check",), code=1, POISON=EVERYWHERE)
+    assert "this config runs here" not in launch.output and not (place.folder / "runs" / "checked").exists()
+    assert re.search(r"Diverged: .*step 1: tap of layer 1 of entry \d+", launch.output.splitlines()[-1])
+
+
+def test_rates_of_zero_in_every_step_are_said_wherever_the_run_is_called_done(place: Place) -> None:
+    place.train("rates", "dflash.run.max_steps=2")
+    warning = "the learning rate was 0 in every step: nothing was trained"
+    status = read_status(RunDir.open(place.folder / "runs" / "rates"))
+    assert status.state == "DONE" and warning in status.message
+    assert f"warning: {warning}" in place.log("rates") and place.summary("rates")["warnings"] == [warning]
+    (place.folder / "runs" / "rates" / "summary.json").unlink()  # as if its end had failed
+    place.resume("rates", "dflash.run.max_steps=2")
+    assert place.summary("rates")["warnings"] == [warning]

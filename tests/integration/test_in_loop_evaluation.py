@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from recipe.decode.evaluate import evaluate
 from recipe.telemetry.metrics import read_metrics
@@ -148,3 +148,25 @@ def test_an_evaluation_longer_than_the_time_out_kills_nothing(forks: ForkServer,
     found = evaluations(place / "runs" / "long")
     assert sorted(found) == [4, 8, STEPS] and all(one["identical"] for one in found.values())
     assert found[4]["seconds"] > 10, "too fast to show anything: raise max_new_tokens"
+
+
+def test_logits_that_are_not_finite_end_the_run_as_diverged(forks: ForkServer, place: Path) -> None:
+    """Every step is fine; the held-out prompts alone begin with a token that the rows do not hold and that is NaN."""
+    target = make_target(place / "broken", kind="llama")
+    weights = load_file(target / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][1] = float("nan")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    launch = start(forks, place, "nan", "--set", f"dflash.target.path={target}")
+    assert launch.wait(150) == 1, launch.output[-3000:]
+    why = "the evaluation of step 4: prompt 0, position 8: the target's logits are not finite"
+    status = read_status(RunDir.open(place / "runs" / "nan"))
+    assert status.state == "DIVERGED" and status.message.startswith(why)
+    assert why in launch.output.splitlines()[-1]
+    run = place / "runs" / "nan"
+    assert not evaluations(run) and not (run / "summary.json").exists() and not list((run / "export").iterdir())
+    records = read_metrics(run / "metrics.jsonl")
+    assert records and all(record["skipped"] == 0 and record["loss"] > 0 for record in records)
+    assert not any("eval_tau" in record for record in records)

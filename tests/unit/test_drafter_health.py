@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recipe.drafter.anchors import EntryKey
-from recipe.drafter.health import MOST_LINES, WINDOW, Health, SkipCount, as_pairs, causes, counts
+from recipe.drafter.health import MOST_LINES, Health, as_pairs, causes, counts
 
 
 @dataclass
@@ -73,15 +73,3 @@ def test_consequences_are_not_told_as_causes() -> None:
 def test_a_flood_is_cut_short() -> None:
     found = health(gradients=[f"p{i}" for i in range(50)]).diagnose()
     assert len(found) == MOST_LINES + 1 and f"{50 - MOST_LINES} more" in found[-1].text
-
-
-def test_skips_are_bounded_in_a_row_and_scattered() -> None:
-    count = SkipCount(2)
-    for step in range(3 * WINDOW):
-        count.add(step % (WINDOW // 2) == 0)
-        assert not count.too_many()  # two in any hundred
-    assert count.add(True) == 2 and not count.too_many()
-    assert count.add(True) == 3 and count.too_many()
-    none_allowed = SkipCount(0)
-    none_allowed.add(True)
-    assert none_allowed.too_many()
