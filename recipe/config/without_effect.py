@@ -27,7 +27,7 @@ TABLE: tuple[tuple[str, tuple[object, ...], Condition, str, str], ...] = (
     ("dflash.objective.temperature", (1.0,), lambda c: not c.dflash.objective.soft_labels,
      "without soft_labels", "remove it, or set soft_labels to true"),
     ("dflash.objective.soft_labels", (False,), lambda c: c.dflash.objective.soft_weight == 0.0,
-     "with soft_weight = 0.0, the share of the soft labels", "remove it, or raise soft_weight"),
+     "with soft_weight = 0.0, the share of the soft labels", "set it to false, or raise soft_weight"),
     ("dflash.objective.gamma", (None,), lambda c: c.dflash.objective.loss == "dpace",
      "with loss = 'dpace', which weighs by confidence", 'remove it, or set loss to "dflash"'),
     ("dflash.objective.dpace_alpha", (0.5,), lambda c: c.dflash.objective.loss != "dpace",

@@ -95,8 +95,8 @@ class Checkpoints:
     def save(self, engine: Any, step: int, trained: Mapping[str, Any] | None = None) -> Path:
         """Save after ``step`` optimizer steps. Until the rename nothing can be mistaken for a checkpoint.
 
-        ``trained``: what those steps came to, for `saved_state`. Raises SaveFailed on every rank when one of them cannot
-        write; older checkpoints stay. The first save of a launch is read back before any of them goes.
+        ``trained``: what those steps came to, for `saved_state`. Raises SaveFailed on every rank when one of them
+        cannot write; older checkpoints stay. The first save of a launch is read back before any of them goes.
         """
         final, staging = self.folder / folder_name(step), self.folder / f".{folder_name(step)}.tmp"
         self._together(step, lambda: self._begin(staging), staging)

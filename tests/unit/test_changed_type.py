@@ -24,9 +24,8 @@ def test_from_muon_to_adamw() -> None:
     optimizer, said = load(MUON, "optimizer.type=AdamW")
     assert optimizer.model_dump() == {
         "type": "AdamW",
-        "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.02, "torch_adam": True,
-                   "adam_w_mode": None},
-    }  # fmt: skip
+        "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.02, "torch_adam": True},
+    }
     assert len(said) == 1 and "optimizer.type = AdamW" in said[0] and "muon_lr, adam_lr, momentum" in said[0]
 
 

@@ -96,7 +96,9 @@ class TestResolve:
         ours = resolved.dflash
         assert ours.target.target_layer_ids == [1, 3, 5, 7, 9]
         assert ours.drafter.mask_token_id == 95
-        assert ours.objective.gamma is None  # dpace does without
+        assert ours.objective.gamma == 4.0
+        dpace = make(target, data, tmp_path, "dflash.objective.loss=dpace")
+        assert resolve(dpace, gpus=0).dflash.objective.gamma is None  # it does without
         heads = (ours.drafter.num_attention_heads, ours.drafter.num_key_value_heads, ours.drafter.head_dim)
         assert heads == (6, 2, 8) and ours.drafter.intermediate_size == 96
         assert ours.ring.page_tokens and ours.drafter.attention == "eager"

@@ -20,11 +20,10 @@ def found(*overrides: str) -> list[str]:
 
 #: key -> settings that leave it without effect, a value of it, and the settings with which that value acts
 CASES = {
-    "dflash.objective.soft_weight": ([], "0.5", [OURS + "soft_labels=true"]),
-    "dflash.objective.temperature": ([], "2.0", [OURS + "soft_labels=true"]),
-    "dflash.objective.soft_labels": ([OURS + "soft_weight=0.0"], "true", [OURS + "soft_weight=0.5"]),
-    "dflash.objective.gamma": ([], "7.0", [OURS + "loss=dflash"]),
-    "dflash.objective.dpace_alpha": ([OURS + "loss=dflash"], "0.2", []),
+    "dflash.objective.soft_weight": ([OURS + "soft_labels=false"], "0.5", []),
+    "dflash.objective.temperature": ([OURS + "soft_labels=false"], "2.0", []),
+    "dflash.objective.gamma": ([OURS + "loss=dpace"], "7.0", []),
+    "dflash.objective.dpace_alpha": ([], "0.2", [OURS + "loss=dpace"]),
     "dflash.objective.noise.start": ([OURS + "noise.type=none"], "0.1", []),
     "dflash.objective.noise.end": ([OURS + "noise.type=none"], "0.1", []),
     "dflash.objective.noise.type": ([OURS + "noise.start=0", OURS + "noise.end=0"], "gaussian", []),
@@ -36,7 +35,7 @@ CASES = {
 
 
 def test_every_row_has_a_case() -> None:
-    assert {row[0] for row in TABLE} == CASES.keys()
+    assert {row[0] for row in TABLE} == CASES.keys() | {"dflash.objective.soft_labels"}
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -47,8 +46,13 @@ def test_without_effect_and_with(key: str) -> None:
     assert key not in found(*acting, f"{key}={value}")
 
 
+def test_soft_labels_without_a_share() -> None:
+    assert found(OURS + "soft_weight=0.0") == ["dflash.objective.soft_labels"]
+    assert not found(OURS + "soft_weight=0.5") and not found(OURS + "soft_weight=1.0", OURS + "soft_labels=false")
+
+
 def test_a_message_says_why_and_what_to_do() -> None:
-    (error,) = without_effect(load_config_text("{}", [OURS + "gamma=7"]))
+    (error,) = without_effect(load_config_text("{}", [OURS + "loss=dpace", OURS + "gamma=7"]))
     assert "has no effect with loss = 'dpace'" in str(error) and "set loss to" in str(error)
 
 
