@@ -48,6 +48,13 @@ def decay(step: int, highest: float, kind: str, low: float, falls: bool) -> floa
     return low + (highest - low) * (ALL - (step - 1)) / (ALL - WARMUP) if falls else highest
 
 
+def stable(step: int, highest: float, ratio: float, kind: str) -> float:
+    """Ours: rise, stay, fall over the last ``ratio`` of all steps."""
+    risen = warmed_up(step, "log")
+    share = min(1.0, (ALL - (step - 1)) / (ratio * ALL))
+    return highest * min(1.0 if risen is None else risen, share if kind == "linear" else 1.0 - math.sqrt(1.0 - share))
+
+
 def schedule(kind: str, **params: Any) -> str:
     return "scheduler=" + json.dumps({"type": kind, "params": {"warmup_num_steps": WARMUP, **params}})
 
@@ -89,6 +96,14 @@ SCHEDULES = {
         schedule("WarmupDecayLR", total_num_steps=ALL, warmup_min_lr=0.001),
         lambda step, highest: decay(step, highest, "log", 0.001, falls=True),
     ),
+    "WarmupStableDecayLR": (
+        schedule("WarmupStableDecayLR", total_num_steps=ALL, decay_ratio=0.6),
+        lambda step, highest: stable(step, highest, 0.6, "linear"),
+    ),
+    "WarmupStableDecayLR, 1-sqrt": (
+        schedule("WarmupStableDecayLR", total_num_steps=ALL, decay_ratio=0.9, decay_type="1-sqrt"),
+        lambda step, highest: stable(step, highest, 0.9, "1-sqrt"),
+    ),
 }
 FIRST = "WarmupCosineLR, every parameter"
 #: Keys of DeepSpeed that are no choice: one value, derived, or tried by every chain (accumulation is 8 / ranks).
@@ -101,7 +116,7 @@ ELSEWHERE = (
     "optimizer.params.ns_method", "bf16.enabled", "communication_data_type", "scheduler.type",
     *(f"scheduler.params.{key}" for key in (
         "total_num_steps", "warmup_num_steps", "warmup_min_ratio", "cos_min_ratio", "warmup_type", "warmup_min_lr",
-        "warmup_max_lr",
+        "warmup_max_lr", "decay_ratio", "decay_type",
     )),
 )  # fmt: skip
 
