@@ -23,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipe.config.schema import Drafter as DrafterSection
 from recipe.config.schema import Objective as ObjectiveSection
-from recipe.drafter import loss, pieces
+from recipe.drafter import pieces
 from recipe.drafter.batch import MicroBatch, assemble
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.model import DFlashDrafter
-from recipe.drafter.objective import Objective
-from recipe.shapes import TargetShape, default_target_layer_ids
+from recipe.model_files.shapes import TargetShape, default_target_layer_ids
+from recipe.objective import loss
+from recipe.objective.objective import Objective
 
 SHAPES = {"27b": "Qwen/Qwen3.6-27B", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 DEFAULTS = {"27b": (8192, 8192, 32, 1024), "smollm2": (17920, 280, 16, 3072)}  # tokens, document, block, anchors

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from random_checkpoint import write_checkpoint
 
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 
 WORKER = Path(__file__).with_name("target_worker.py")
 

@@ -103,7 +103,7 @@ class Bench:
         from recipe.decode.evaluate import drafter_on
         from recipe.decode.measure import Task, measuring
         from recipe.decode.speculative import SpeculativeDecoder
-        from recipe.export_layout import load_export
+        from recipe.drafter.export_layout import load_export
 
         config, weights = load_export(export)
         drafter = drafter_on(config, weights, self.embed)
@@ -131,8 +131,8 @@ def open_bench(args: argparse.Namespace, dtype: torch.dtype, export: Path) -> An
 
     from recipe.decode.evaluate import opened
     from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
-    from recipe.export_layout import load_export
-    from recipe.shapes import TargetShape
+    from recipe.drafter.export_layout import load_export
+    from recipe.model_files.shapes import TargetShape
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET, local_files_only=True)
     files = {name: PROMPTS / f"{name}.jsonl" for name in args.domains}

@@ -244,9 +244,9 @@ def measure(names: list[str], rows: Path, cpu: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from recipe.config.schema import Objective as Section
+    from recipe.drafter.export_layout import load_export
     from recipe.drafter.model import DFlashDrafter
-    from recipe.drafter.objective import Objective
-    from recipe.export_layout import load_export
+    from recipe.objective.objective import Objective
     from recipe.target.capture import TapCapture
 
     device, dtype = (torch.device("cpu"), torch.float32) if cpu else (torch.device("cuda"), torch.bfloat16)

@@ -36,8 +36,8 @@ from recipe.drafter.anchors import EntryKey, plan_anchors
 from recipe.drafter.batch import MicroBatch, assemble
 from recipe.drafter.config import DrafterConfig
 from recipe.drafter.model import DFlashDrafter
-from recipe.drafter.objective import Objective
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.objective.objective import Objective
 from recipe.target.capture import TapCapture
 
 TAPS, MASK_ID = [1, 8, 14, 20, 27], 49151

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.model import build_meta_model, parameter_shapes
 
 PREFIX = "model.language_model."  # where a vision-language checkpoint keeps its text model

@@ -31,7 +31,7 @@ from random_checkpoint import write_checkpoint
 from target_truth import transformers_taps
 from target_worker import ranks_agree
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.capture import TapCapture
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu

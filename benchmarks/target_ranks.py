@@ -35,12 +35,12 @@ from bench_target import parse_batch, versions
 from random_checkpoint import write_checkpoint
 from target_truth import _in_torch, _mrope, relative_error, torch_kernels
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.weights import Checkpoint
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.loader import load_parameters, rebuild_rotary
 from recipe.target.model import build_meta_model, parameter_shapes, shard_model
 from recipe.target.shard_plan import ShardPlan
-from recipe.weights import Checkpoint
 
 PARTS = ("linear_attn", "self_attn", "mlp")
 SLACK = 1.5

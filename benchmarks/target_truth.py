@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.weights import Checkpoint
 from recipe.target.loader import load_parameters, rebuild_rotary
 from recipe.target.model import build_meta_model, parameter_shapes, shard_model
 from recipe.target.shard_plan import ShardPlan
-from recipe.weights import Checkpoint
 
 KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 

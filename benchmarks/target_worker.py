@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_target import parse_batch
 from target_truth import float32_taps, relative_error, run_alone, transformers_taps
 
-from recipe.shapes import TargetShape, default_target_layer_ids
+from recipe.model_files.shapes import TargetShape, default_target_layer_ids
 from recipe.target.capture import TapCapture
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.loader import load_target

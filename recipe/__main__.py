@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from recipe.cli import main
+from recipe.run.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from recipe.roles.node_watch import NodeWatch
+    from recipe.watch.node_watch import NodeWatch
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the launcher puts recipe/ itself first, which hides packages
 
@@ -45,7 +45,7 @@ def quieten() -> None:
 
 def leave_together(watch: NodeWatch, error: Exception) -> NoReturn:
     """A user's mistake is the same for all ranks of a node: the first one says it and leaves first."""
-    from recipe.roles import last_words
+    from recipe.watch import last_words
 
     watch.stop()
     watch.say_farewell(watch.report(watch.rank, str(error), 2))
@@ -66,20 +66,20 @@ def main(argv: list[str] | None = None) -> None:
     quieten()
     args = parse_arguments(argv)
     from recipe.process import die_with_parent, free_children
-    from recipe.roles import last_words
-    from recipe.roles.node_watch import NodeWatch
+    from recipe.watch import last_words
+    from recipe.watch.node_watch import NodeWatch
 
     die_with_parent()
     free_children(blocked)
     watch = NodeWatch()
     from recipe.config import load_config
     from recipe.errors import ConfigError, RunError
-    from recipe.roles.role import Role
+    from recipe.watch.role import Role
 
     try:
         config = load_config(args.deepspeed_config, args.overrides)
-        from recipe.config.checks import check_layout
-        from recipe.launch import Launch
+        from recipe.check.checks import check_layout
+        from recipe.run.launch import Launch
 
         check_layout(config)
         launch = Launch(Role.from_environment(config.dflash.layout), config, args, watch)

@@ -16,8 +16,8 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from recipe.data.answer import Sampling
-from recipe.data.local_engine import LocalEngine
+from recipe.prepare.answer import Sampling
+from recipe.prepare.local_engine import LocalEngine
 
 
 class ModelServer(ThreadingHTTPServer):

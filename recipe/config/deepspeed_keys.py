@@ -170,7 +170,7 @@ class WarmupDecayLR(Section):
 
 
 class WarmupStableDecayLR(Section):
-    """Rise, then constant, then decay: ours (`recipe/roles/lr_schedule.py`), which DeepSpeed does not have."""
+    """Rise, then constant, then decay: ours (`recipe/engine/lr_schedule.py`), which DeepSpeed does not have."""
 
     type: Literal["WarmupStableDecayLR"]
     params: WarmupStableDecayParams = WarmupStableDecayParams()

@@ -1,7 +1,7 @@
 """Keys that DeepSpeed 0.19.8 knows and a run does not take, each with the reason that the user is told.
 
 A key is offered (`deepspeed_keys.py`) only where tests/numerics/test_deepspeed_keys.py proves it; all others are here.
-tests/unit/test_config_refused.py asks DeepSpeed itself which keys it reads. A value that changes nothing passes.
+tests/unit/config/test_config_refused.py asks DeepSpeed itself which keys it reads. A value that changes nothing passes.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from recipe.decode.measure import Evaluation, Progress, Task, measure
 from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import DrafterConfig
+from recipe.drafter.export_layout import DTYPES, load_export, read_config
 from recipe.errors import ConfigError
-from recipe.export_layout import DTYPES, load_export, read_config
-from recipe.shapes import TargetShape, model_folder
+from recipe.model_files.shapes import TargetShape, model_folder
+from recipe.model_files.whole_model import load_whole_model
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.shard_plan import RankPlan, ShardPlan
-from recipe.whole_model import load_whole_model
 
 SMALL = 50_000_000  # parameters
 OPTIONS = {

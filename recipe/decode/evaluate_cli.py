@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from recipe.decode.evaluate import evaluate
-    from recipe.telemetry.run_dir import write_json
+    from recipe.tell.run_dir import write_json
 
     kwargs = _template_kwargs(args.template_kwargs)
     if args.json:

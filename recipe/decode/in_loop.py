@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from recipe.agreement.evaluations import Evaluations
+from recipe.agreement.scene import Scene
 from recipe.choice import NotFinite
 from recipe.config.paths import heldout_prompts
 from recipe.data.tokenizer import load_tokenizer
@@ -22,16 +24,14 @@ from recipe.decode.plain import PlainResult
 from recipe.decode.prompts import encode_prompts, read_prompts, stop_ids
 from recipe.decode.sharded import ShardedTarget, follow, leading_target
 from recipe.decode.speculative import SpeculativeDecoder
+from recipe.drafter.export_layout import load_export
+from recipe.engine.worlds import share_from_first
 from recipe.errors import ConfigError
-from recipe.evaluations import Evaluations
-from recipe.export_layout import load_export
-from recipe.roles.worlds import share_from_first
-from recipe.scene import Scene
-from recipe.shapes import model_folder
+from recipe.model_files.shapes import model_folder
+from recipe.model_files.weights import Checkpoint
 from recipe.target.capture import decoder_of
-from recipe.telemetry.disk import reason
-from recipe.telemetry.run_dir import write_json
-from recipe.weights import Checkpoint
+from recipe.tell.disk import reason
+from recipe.tell.run_dir import write_json
 
 
 class InLoopEvaluator:

@@ -24,8 +24,8 @@ from torch import nn
 
 from recipe.decode.sharded import ShardedTarget, follow, leading_target
 from recipe.errors import ConfigError, RunError
+from recipe.model_files.shapes import TargetShape
 from recipe.process import die_with_parent
-from recipe.shapes import TargetShape
 
 PATIENCE_S = 8.0  # for this process to notice a dead rank by itself, which inside an NCCL call it cannot
 LEAVE_S = 30.0
@@ -66,8 +66,8 @@ def sharded_target(
 
     Raises ConfigError for a target that cannot be cut like this, RunError when another rank dies.
     """
-    from recipe.roles.worlds import leave_world, share_from_first
-    from recipe.weights import Checkpoint
+    from recipe.engine.worlds import leave_world, share_from_first
+    from recipe.model_files.weights import Checkpoint
 
     with tempfile.TemporaryDirectory(prefix="dflash-evaluate-") as meeting:
         threads = max(1, (os.cpu_count() or 1) // tp)
@@ -102,13 +102,13 @@ def _load(place: Place, shape: TargetShape) -> nn.Module:
     """Join the world and load this rank's part."""
     from transformers.utils import logging
 
-    from recipe.roles.local_world import join_local_world
+    from recipe.engine.local_world import join_local_world
 
     logging.set_verbosity_error()  # its notes on missing kernels are no news here: cpu_kernels.py decides that
     torch.set_num_threads(place.threads)
     device = place.own_device
     join_local_world(Path(place.folder), place.rank, place.tp, device)
-    from recipe.roles.worlds import world_group
+    from recipe.engine.worlds import world_group
     from recipe.target.open import open_target
 
     dtype = getattr(torch, place.dtype)
@@ -203,7 +203,7 @@ def main(argument: str) -> int:
         facts = [error.field, str(error.value), error.rule, error.fix]
         (Path(place.folder) / f"rank{place.rank}.json").write_text(json.dumps(facts))
         return 2
-    from recipe.roles.worlds import leave_world, share_from_first
+    from recipe.engine.worlds import leave_world, share_from_first
     from recipe.target.capture import decoder_of
 
     follow(decoder_of(engine), place.own_device, share_from_first)

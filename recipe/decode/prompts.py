@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from recipe.data.chat_mask import ChatMask
 from recipe.errors import ConfigError
+from recipe.prepare.chat_mask import ChatMask
 
 UNNAMED = "all"
 

@@ -18,8 +18,8 @@ from recipe.choice import NotFinite
 from recipe.decode.batch import BatchSession
 from recipe.decode.cache import TargetPass, TargetSession
 from recipe.errors import RunError
+from recipe.model_files.weights import Checkpoint
 from recipe.target.capture import decoder_of
-from recipe.weights import Checkpoint
 
 Share = Callable[[torch.Tensor], None]
 """Makes an int64 tensor on every rank of the group what it is on the first, in place."""

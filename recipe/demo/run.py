@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = Path(config.dflash.run.output_dir) / config.dflash.run.name
     summary = _evaluate(run_dir, config)
     summary["wall_s"] = round(time.monotonic() - started, 1)
-    from recipe.telemetry.run_dir import write_json
-    from recipe.telemetry.table import print_summary
+    from recipe.tell.run_dir import write_json
+    from recipe.tell.table import print_summary
 
     write_json(run_dir / "summary.json", summary)
     print_summary(summary, title="Demo")
@@ -73,7 +73,7 @@ def _gpus() -> int:
 
 
 def _prepare(config: RunConfig) -> None:
-    from recipe.data.prepare import prepare
+    from recipe.prepare.prepare import prepare
 
     prepare(
         inputs=[str(ASSETS / "conversations.jsonl.gz")],

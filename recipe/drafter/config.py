@@ -13,7 +13,7 @@ from recipe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import Qwen3Config
 
-    from recipe.shapes import TargetShape
+    from recipe.model_files.shapes import TargetShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ARCHITECTURE = "DFlashDraftModel"
@@ -136,7 +136,7 @@ class DrafterConfig:
 
         ``sliding_is_causal`` sets the in-block direction of sliding layers (full layers are always bidirectional);
         it is written into the config, because servers take different defaults (docs/algorithm.md).
-        ``input_embedding_scale``: of the target (`recipe.whole_model.embedding_scale`).
+        ``input_embedding_scale``: of the target (`recipe.model_files.whole_model.embedding_scale`).
         """
         heads, kv_heads, head_dim = head_geometry(section, shape)
         layers = section.num_layers

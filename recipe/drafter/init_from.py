@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from recipe.drafter.config import DrafterConfig
+from recipe.drafter.export_layout import load_export, read_config
 from recipe.errors import ConfigError
-from recipe.export_layout import load_export, read_config
 
 FIELD = "dflash.drafter.init_from"
 

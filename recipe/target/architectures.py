@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 
 
 @dataclass(frozen=True)

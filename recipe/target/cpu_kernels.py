@@ -8,7 +8,7 @@ import sys
 import torch
 
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 
 MODULES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 FUNCTIONS = (

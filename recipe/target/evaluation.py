@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipe.evaluations import Evaluations
+from recipe.agreement.evaluations import Evaluations
 
 SHARE = 0.25
 POLL_S = 0.1

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recipe.engine.tensor_parallel import inference_engine
 from recipe.errors import ConfigError, RunError
-from recipe.roles.tensor_parallel import inference_engine
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.weights import Checkpoint
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.model import build_meta_model, parameter_shapes, shard_model
 from recipe.target.pieces import Piece
 from recipe.target.shard_plan import ShardPlan
 from recipe.target.verify import check_pieces, pieces_of_rank
-from recipe.weights import Checkpoint
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine

@@ -6,7 +6,7 @@ from typing import Any
 
 from recipe.config.schema import DFlash
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 
 # Attributes of transformers' configs that change logits behind the head, with the value that means "not at all".
 CHANGES: dict[str, Any] = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}

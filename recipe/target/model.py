@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from recipe.roles.tensor_parallel import (
+from recipe.engine.tensor_parallel import (
     ColumnShard,
     GatherShard,
     IdleMixer,
@@ -17,7 +17,7 @@ from recipe.roles.tensor_parallel import (
     SumOverRanks,
     adopt_process_group,
 )
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.shard_plan import Heads, RankPlan, ShardPlan
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.loader import LoadProgress, load_target
 from recipe.target.logits import refuse_changed_logits

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recipe.config import RunConfig
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES, attention_biases
 from recipe.target.shard_plan import ShardPlan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.plan_cost import PlanRow
 from recipe.target.shard_plan import split_even
 

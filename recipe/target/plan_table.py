@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from recipe.config import RunConfig, load_config, resolve
-from recipe.config.feasibility import DTYPE_BYTES, ring_size
+from recipe.check import resolve
+from recipe.check.feasibility import DTYPE_BYTES, ring_size
+from recipe.config import RunConfig, load_config
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.logits import needs_logits
 from recipe.target.plan_cost import (

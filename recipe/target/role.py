@@ -7,16 +7,16 @@ from typing import Protocol
 
 import torch
 
-from recipe.evaluations import Evaluations
-from recipe.roles.watchdog import SLOW_S
-from recipe.roles.worlds import world_group
-from recipe.scene import Scene
+from recipe.agreement.evaluations import Evaluations
+from recipe.agreement.scene import Scene
+from recipe.engine.worlds import world_group
 from recipe.target.capture import TapCapture
 from recipe.target.cpu_kernels import refuse_torch_kernels, why_torch_kernels
 from recipe.target.evaluation import SHARE, EvaluationTurns, Evaluator
 from recipe.target.loader import LoadProgress
 from recipe.target.open import open_target
 from recipe.target.producer import Producer, ProducerPlace
+from recipe.watch.watchdog import SLOW_S
 
 
 class LoopEvaluator(Evaluator, Protocol):

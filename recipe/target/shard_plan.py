@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from recipe.errors import ConfigError, RunError, nearest
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.architectures import ARCHITECTURES
 
 SUPPORTED = tuple(ARCHITECTURES)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recipe.engine.tensor_parallel import gather_over_group, stock_inference_engine
 from recipe.errors import ConfigError
-from recipe.roles.tensor_parallel import gather_over_group, stock_inference_engine
-from recipe.shapes import TargetShape, model_folder
+from recipe.model_files.shapes import TargetShape, model_folder
+from recipe.model_files.whole_model import load_whole_model
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.capture import TapCapture, layers_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
-from recipe.whole_model import load_whole_model
 
 if TYPE_CHECKING:
     from deepspeed import InferenceEngine

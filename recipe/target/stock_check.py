@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 
 LAYERS, VOCABULARY = 2, 512
 PATIENCE_S = 300.0
@@ -94,9 +94,9 @@ def main(folder: str, rank: str, tp: str, dtype: str) -> int:
     """One rank of the trial; 2 and a file with the mistake when AutoTP is refused."""
     import torch
 
+    from recipe.engine.local_world import join_local_world
+    from recipe.engine.worlds import leave_world, world_group
     from recipe.process import die_with_parent
-    from recipe.roles.local_world import join_local_world
-    from recipe.roles.worlds import leave_world, world_group
     from recipe.target.capture import layers_of
     from recipe.target.stock import cut_decoder
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from recipe.config import RunConfig
 from recipe.errors import ConfigError
-from recipe.shapes import TargetShape, model_folder
+from recipe.model_files.shapes import TargetShape, model_folder
+from recipe.model_files.weights import Checkpoint
 from recipe.target.architectures import ARCHITECTURES
 from recipe.target.logits import needs_logits, refuse_changed_logits
 from recipe.target.pieces import Piece, pieces_of
 from recipe.target.shard_plan import ShardPlan
-from recipe.weights import Checkpoint
 
 
 def pieces_of_rank(

@@ -194,14 +194,14 @@ def at_entry(strike: Strike, order: dict[str, Any]) -> None:
 
 def at_phase(strike: Strike, order: dict[str, Any]) -> None:
     """When the rank says that it is in ``phase``."""
-    from recipe.roles.watchdog import Watchdog
+    from recipe.watch.watchdog import Watchdog
 
     before(Watchdog, "progress", strike, lambda self, phase, *rest, **named: phase == order["phase"])
 
 
 def in_a_step(strike: Strike, order: dict[str, Any]) -> None:
     """``delay`` seconds after the ``count``-th step or batch."""
-    from recipe.roles.watchdog import Watchdog
+    from recipe.watch.watchdog import Watchdog
 
     before(Watchdog, "progress", strike, lambda self, phase, *rest, **named: phase in ("training", "producing"))
 
@@ -239,7 +239,7 @@ def in_a_save(strike: Strike, order: dict[str, Any]) -> None:
         if saves[0] == 0:
             started.append(1)
 
-    from recipe.roles.watchdog import Watchdog
+    from recipe.watch.watchdog import Watchdog
 
     before(Watchdog, "progress", save_begins, lambda self, phase, *rest, **named: phase == "saving")
     sys.addaudithook(listen)

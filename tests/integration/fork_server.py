@@ -29,8 +29,9 @@ PRELOAD = (
     "deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "deepspeed.ops.op_builder.all_ops",
     "deepspeed.module_inject.auto_ep_layer", "transformers", "datasets", "numpy.ctypeslib",
     "transformers.models.qwen3_5.modeling_qwen3_5", "transformers.models.qwen3.modeling_qwen3",
-    "recipe.train", "recipe.launch", "recipe.train_cli", "recipe.target.role", "recipe.drafter.role", "recipe.export",
-    "recipe.drafter.init_from", "recipe.telemetry.status", "recipe.config.describe", "tests.integration.death",
+    "recipe.train", "recipe.run.launch", "recipe.run.train_cli", "recipe.target.role",
+    "recipe.training.role", "recipe.training.export",
+    "recipe.drafter.init_from", "recipe.tell.status", "recipe.check.describe", "tests.integration.death",
 )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def start(request: dict[str, Any]) -> int:
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     sys.argv = ["recipe", *request["argv"]]
     note_pid("cli")
-    leave_with(lambda: importlib.import_module("recipe.cli").main(request["argv"]))
+    leave_with(lambda: importlib.import_module("recipe.run.cli").main(request["argv"]))
     return 0
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import REPOSITORY, Launch
 
 TARGETS, DRAFTERS = (0, 1), (2, 3)

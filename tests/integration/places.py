@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from recipe.telemetry.metrics import read_metrics
+from recipe.tell.metrics import read_metrics
 from tests.integration.launches import ForkServer, Launch
 
 LIMIT_S = 180.0

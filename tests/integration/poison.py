@@ -35,7 +35,7 @@ def tap(order: dict[str, Any]) -> None:
 
 def at_steps(order: dict[str, Any], act: Callable[[Any], None]) -> None:
     """Call ``act(trainer)`` at the beginning of each of ``steps``."""
-    from recipe.drafter.trainer import Trainer
+    from recipe.training.trainer import Trainer
 
     original = Trainer._totals
 
@@ -59,7 +59,7 @@ def weight(order: dict[str, Any]) -> None:
 
 def loss(order: dict[str, Any]) -> None:
     """The loss of the step's next micro-batch becomes infinite."""
-    from recipe.drafter.objective import LossSums, Objective
+    from recipe.objective.objective import LossSums, Objective
 
     due: list[int] = []
     at_steps(order, lambda trainer: due.append(1))

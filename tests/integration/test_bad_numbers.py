@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ForkServer
 from tests.integration.places import Place
 from tests.tiny import make_config, make_rows, make_target

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ForkServer, Launch
 from tests.integration.places import Place, distance
 from tests.tiny import make_config, make_rows, make_target

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.export_layout import load_export
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.drafter.export_layout import load_export
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ForkServer
 from tests.integration.places import Place
 from tests.tiny import make_config, make_rows, make_target

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.cli import main
-from recipe.export import export_hf
+from recipe.run.cli import main
+from recipe.training.export import export_hf
 from tests.numerics.decode_models import VOCAB, drafter_parts, tiny_target
 
 CLOCKS = {"seconds", "speedup", "tokens_per_s", "plain_tokens_per_s", "settings"}
@@ -119,7 +119,7 @@ def test_a_degree_that_cannot_be_had_is_one_message(
 def test_a_degree_with_nothing_left_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.decode.evaluate import check_degree
     from recipe.errors import ConfigError
-    from recipe.shapes import TargetShape
+    from recipe.model_files.shapes import TargetShape
 
     shape = TargetShape.resolve("Qwen/Qwen3.6-27B")
     monkeypatch.setattr(os, "cpu_count", lambda: 10**6)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from recipe.config.feasibility import refuse_secrets
+from recipe.check.feasibility import refuse_secrets
 from recipe.errors import ConfigError, RunError
 from recipe.ring import Ring, RingSpec, available_shm, ring_path
 from recipe.ring.segment import remove_dead_rings
-from recipe.roles.network import await_listener, interface_of, listen, port_holder, settle_interface
-from recipe.roles.role import Role
-from recipe.roles.store import ControlStore
+from recipe.watch.network import await_listener, interface_of, listen, port_holder, settle_interface
+from recipe.watch.role import Role
+from recipe.watch.store import ControlStore
 from tests.integration import sockets
 from tests.tiny import make_config, make_rows, make_target
 
@@ -103,7 +103,7 @@ def test_a_machine_without_shared_memory_is_told_so(tmp_path: Path) -> None:
 
 INSIDE = """
 import os, sys
-from recipe.cli import main
+from recipe.run.cli import main
 config, folder = sys.argv[1:]
 def told(name, *more):
     print(f"== {name}", file=sys.stderr, flush=True)

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe.decode.evaluate import evaluate
-from recipe.telemetry.metrics import read_metrics
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.metrics import read_metrics
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ForkServer, Launch
 from tests.tiny import make_config, make_rows, make_target
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe.train_cli import free_port
+from recipe.run.train_cli import free_port
 from tests.integration.kills import (
     GONE_S,
     HUNG_GONE_S,

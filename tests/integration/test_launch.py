@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe.export_layout import load_export
-from recipe.telemetry.metrics import read_metrics
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.drafter.export_layout import load_export
+from recipe.tell.metrics import read_metrics
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.tiny import make_config, make_rows, make_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]

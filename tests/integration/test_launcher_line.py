@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from recipe.config import load_config
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
-from recipe.train_cli import _hosts
+from recipe.run.train_cli import _hosts
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ENVIRONMENT
 from tests.tiny import make_config, make_rows, make_target
 

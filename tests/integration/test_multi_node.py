@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe.agreement import compare, probe_run_dir
+from recipe.agreement.nodes import compare, probe_run_dir
 from recipe.errors import ConfigError
-from recipe.telemetry.metrics import read_metrics
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.metrics import read_metrics
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration import sockets
 from tests.integration.nodes import Nodes
 from tests.tiny import make_config, make_rows, make_target

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.telemetry.run_dir import RunDir
-from recipe.telemetry.status import read_status
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import read_status
 from tests.integration.launches import ForkServer
 from tests.integration.places import Place
 from tests.tiny import MASK, make_config, make_target

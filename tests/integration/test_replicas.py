@@ -11,10 +11,11 @@ from collections import Counter
 import pytest
 import torch
 
-from recipe.config import load_config, resolve
+from recipe.check import resolve
+from recipe.config import load_config
 from recipe.data.rows import Rows
 from recipe.data.schedule import Schedule, entry_id
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
 from recipe.target.producer import ProducerPlace
 from tests.integration.launches import ForkServer
 from tests.integration.places import Place

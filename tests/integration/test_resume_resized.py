@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe.check.derive import resolve
 from recipe.config import load_config
-from recipe.config.derive import resolve
 from recipe.data.rows import Rows
-from recipe.drafter.checkpoint import load_weights
-from recipe.drafter.resume import plan_resume
 from recipe.errors import ConfigError
+from recipe.training.checkpoint import load_weights
+from recipe.training.resume import plan_resume
 from tests.integration.launches import ForkServer
 from tests.integration.places import Place, distance
 from tests.tiny import make_config, make_rows, make_target

@@ -22,14 +22,14 @@ from recipe.decode.batch import generate_batch, plain_batch
 from recipe.decode.plain import plain_generate
 from recipe.decode.sharded import Call, ShardedTarget, follow
 from recipe.decode.speculative import SpeculativeDecoder
+from recipe.engine.worlds import share_from_first
 from recipe.errors import RunError
-from recipe.roles.worlds import share_from_first
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.weights import Checkpoint
 from recipe.target.capture import decoder_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.loader import load_target
 from recipe.target.shard_plan import ShardPlan
-from recipe.weights import Checkpoint
 
 BLOCK, TAPS, VOCAB, NEW = 6, [1, 3], 97, 16
 COMMON = {

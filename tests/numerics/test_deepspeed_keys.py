@@ -1,7 +1,7 @@
 """Every DeepSpeed key that a run may set, on real ranks, against float64: at 1, 2 and 4 of them, each resuming another.
 
-A key without a case here is not offered (tests/unit/test_config_refused.py); most cases are marked slow. One chain of
-four short runs tries a key: two steps on one rank, saved; one on two, saved; one on four, saved; one on one again.
+A key without a case here is not offered (tests/unit/config/test_config_refused.py); most cases are marked slow. One
+chain of four short runs tries a key: two steps on one rank, saved; one on two, saved; one on four, saved; then one on one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recipe.config.keys import known_keys
-from recipe.roles.optimizer_state import masters_unlike
+from recipe.engine.optimizer_state import masters_unlike
 from tests.numerics.zero_ranks import Optimizer, error, masters, mean_gradients, norm_of, reference, steps
 
 CHAIN = ((1, 0, 2), (2, 2, 3), (4, 3, 4), (1, 4, 5))  # ranks, first step, last step
@@ -152,7 +152,7 @@ def try_chain(folder: Path, optimizer: Optimizer, *settings: str, bf16: bool = F
 @pytest.mark.parametrize("key", ZERO)
 def test_ways_of_zero(tmp_path: Path, key: str, kind: str) -> None:
     if (key, kind) == ("zero_optimization.stage", "Muon"):
-        pytest.skip("refused: tests/unit/test_config_checks.py")
+        pytest.skip("refused: tests/unit/check/test_config_checks.py")
     try_chain(tmp_path, Optimizer(kind), f"{key}={json.dumps(ZERO[key])}")
 
 

@@ -14,8 +14,8 @@ CASES = [(5, 501), (3, 4096), (3, 9001), (1, 248_320)]
 
 def check(device: str) -> int:
     """Every combination of teacher, gradients and need_both on ragged widths; returns how many were compared."""
-    from recipe.drafter.fused_rows import fused_rows
-    from recipe.drafter.loss import rows_in_torch
+    from recipe.objective.fused_rows import fused_rows
+    from recipe.objective.loss import rows_in_torch
 
     generator, compared = torch.Generator().manual_seed(0), 0
     for count, width in CASES:
@@ -55,7 +55,7 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 def test_row_losses_on_a_gpu(dtype: torch.dtype, bound: float) -> None:
     """Through the real head: loss and hidden gradient against the CPU's float64 path, at the largest vocabulary."""
-    from recipe.drafter.loss import row_losses
+    from recipe.objective.loss import row_losses
 
     generator = torch.Generator().manual_seed(1)
     hidden, teacher = (torch.randn(37, 256, generator=generator).to(dtype) for _ in range(2))

@@ -14,7 +14,7 @@ from recipe.config.schema import Objective as Section
 from recipe.drafter.batch import MicroBatch, assemble
 from recipe.drafter.config import SLIDING, DrafterConfig
 from recipe.drafter.model import DFlashDrafter
-from recipe.drafter.objective import Objective
+from recipe.objective.objective import Objective
 
 GOLDEN = Path(__file__).parent / "golden"
 OBJECTIVES = {

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from recipe.config.schema import Objective as Section
 from recipe.drafter.batch import MicroBatch, assemble
-from recipe.drafter.loss import row_losses
-from recipe.drafter.objective import Objective
+from recipe.objective.loss import row_losses
+from recipe.objective.objective import Objective
 
 
 def dense_rows(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.roles.optimizer_state import Shards
+from recipe.engine.optimizer_state import Shards
 from tests.numerics.zero_ranks import (
     CLIP,
     NORMS,

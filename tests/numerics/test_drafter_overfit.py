@@ -9,7 +9,7 @@ import torch
 from recipe.config.schema import Objective as Section
 from recipe.drafter.batch import assemble
 from recipe.drafter.model import DFlashDrafter
-from recipe.drafter.objective import Objective
+from recipe.objective.objective import Objective
 from tests.numerics.drafter_oracle import block_hidden, tiny_config
 
 

@@ -13,9 +13,9 @@ from recipe.decode.batch import generate_batch
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.model import DFlashDrafter
-from recipe.export import export_hf, load_export
-from recipe.shapes import TargetShape
-from recipe.whole_model import embedding_scale
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.whole_model import embedding_scale
+from recipe.training.export import export_hf, load_export
 from tests.numerics.decode_models import HIDDEN, VOCAB, drafter_parts, prompts
 from tests.numerics.drafter_oracle import random_batch, random_drafter, tiny_config
 

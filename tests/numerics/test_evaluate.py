@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.cli import main
 from recipe.decode.cache import open_session
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.evaluate import evaluate, measure
@@ -19,9 +18,10 @@ from recipe.decode.plain import plain_generate
 from recipe.decode.prompts import Prompt, encode_prompts
 from recipe.decode.sampling import Sampler
 from recipe.decode.speculative import SpeculativeDecoder
-from recipe.drafter.integrity import FORMAT, seal, sum_of_file
 from recipe.errors import ConfigError
-from recipe.export import export_hf
+from recipe.run.cli import main
+from recipe.training.export import export_hf
+from recipe.training.integrity import FORMAT, seal, sum_of_file
 from tests.numerics.decode_models import BLOCK, Oracle, drafter_parts, plain, prompts, tiny_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -339,8 +339,8 @@ def test_a_mismatch_of_samples_by_rounding_is_a_tie() -> None:
 
 def test_damaged_weights_are_named_everywhere(target_dir: Path, export_dir: Path, tmp_path: Path) -> None:
     """evaluate and regenerate read a target through one door: the message names the file that is cut."""
-    from recipe.data.local_engine import LocalEngine
-    from recipe.whole_model import load_whole_model
+    from recipe.model_files.whole_model import load_whole_model
+    from recipe.prepare.local_engine import LocalEngine
 
     copy = Path(shutil.copytree(target_dir, tmp_path / "cut"))
     file = copy / "model.safetensors"

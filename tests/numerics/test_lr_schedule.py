@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
 from recipe.config import load_config_text
-from recipe.roles.lr_schedule import WarmupStableDecayLR
+from recipe.engine.lr_schedule import WarmupStableDecayLR
 
 RATES, TOTAL, WARMUP = (0.02, 6e-4), 50, 5
 

@@ -14,9 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from recipe.choice import NO_TOKEN, NotFinite, most_likely
-from recipe.cli import main
-from recipe.data.answer import Sampling
-from recipe.data.local_engine import LocalEngine
 from recipe.decode.batch import generate_batch, plain_batch
 from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.decode.measure import measure
@@ -27,7 +24,10 @@ from recipe.decode.sampling import Sampler
 from recipe.decode.sharded import ShardedTarget
 from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import DrafterConfig
-from recipe.export import export_hf
+from recipe.prepare.answer import Sampling
+from recipe.prepare.local_engine import LocalEngine
+from recipe.run.cli import main
+from recipe.training.export import export_hf
 from tests.numerics.decode_models import BLOCK, Oracle, drafter_parts, prompts, tiny_target
 from tests.tiny import MASK, make_target
 
@@ -208,7 +208,7 @@ def test_evaluate_refuses_a_target_of_nan_logits(tmp_path: Path, capsys: pytest.
     """The command line, on an export and a target with one NaN row of the embedding that every prompt uses."""
     from recipe.config.schema import Drafter
     from recipe.drafter.model import DFlashDrafter
-    from recipe.shapes import TargetShape
+    from recipe.model_files.shapes import TargetShape
 
     folder = make_target(tmp_path / "target", kind="llama")
     shape = TargetShape.resolve(str(folder))

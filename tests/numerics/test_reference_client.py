@@ -16,7 +16,7 @@ from recipe.decode.speculative import SpeculativeDecoder
 from recipe.drafter.config import FULL, SLIDING
 from recipe.drafter.init_from import load_drafter
 from recipe.errors import ConfigError
-from recipe.export import export_hf, load_export
+from recipe.training.export import export_hf, load_export
 from tests.numerics.decode_models import BLOCK, drafter_parts, prompts, tiny_target
 
 client = pytest.importorskip("dflash.model", reason="the reference client is not installed: pip install dflash==0.1.0")

@@ -23,7 +23,7 @@ from recipe.decode.drafter_cache import IncrementalDrafter
 from recipe.drafter.config import FULL, SLIDING, DrafterConfig
 from recipe.drafter.init_from import load_drafter
 from recipe.errors import ConfigError
-from recipe.export import export_hf, export_speculators, load_export
+from recipe.training.export import export_hf, export_speculators, load_export
 from tests.numerics.decode_models import BLOCK, HIDDEN, MASK, TAPS, VOCAB, drafter_parts, tiny_target
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")

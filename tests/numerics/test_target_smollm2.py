@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.roles.worlds import disable_shm_all_reduce
-from recipe.shapes import TargetShape, default_target_layer_ids
+from recipe.engine.worlds import disable_shm_all_reduce
+from recipe.model_files.shapes import TargetShape, default_target_layer_ids
+from recipe.model_files.weights import Checkpoint
 from recipe.target.capture import TapCapture
 from recipe.target.loader import load_target
 from recipe.target.shard_plan import ShardPlan
-from recipe.weights import Checkpoint
 
 FOLDER = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct"
 TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that does not change

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from recipe.engine.worlds import disable_shm_all_reduce
 from recipe.errors import ConfigError
-from recipe.roles.worlds import disable_shm_all_reduce
-from recipe.shapes import TargetShape
+from recipe.model_files.shapes import TargetShape
+from recipe.model_files.weights import Checkpoint
 from recipe.target.capture import TapCapture, layers_of
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.logits import refuse_changed_logits
 from recipe.target.open import open_target
 from recipe.target.stock import check_outputs, check_shares, compare_outputs, load_stock, load_whole
 from recipe.target.stock_check import check_without_weights
-from recipe.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed would move the model to the GPU")
 CPU, TAPS = torch.device("cpu"), [0, 1]

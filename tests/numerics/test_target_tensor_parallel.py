@@ -19,8 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from recipe.roles.worlds import disable_shm_all_reduce
-from recipe.shapes import TargetShape
+from recipe.engine.worlds import disable_shm_all_reduce
+from recipe.model_files.shapes import TargetShape
 from recipe.target.capture import TapCapture
 from recipe.target.cpu_kernels import use_torch_kernels_on_cpu
 from recipe.target.loader import LoadProgress, load_target

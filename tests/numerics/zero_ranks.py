@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from recipe.config.load import load_config_text
-from recipe.roles.engine import build_engine, gradient_norm, learning_rate, step_was_skipped
-from recipe.roles.optimizer_state import Shards, load_state, save_state, unlike
+from recipe.engine.engine import build_engine, gradient_norm, learning_rate, step_was_skipped
+from recipe.engine.optimizer_state import Shards, load_state, save_state, unlike
 
 SHAPES = {"fc": (16, 40), "layers.0.up_proj": (24, 16), "layers.0.down_proj": (16, 24), "layers.1.o_proj": (7, 5)}
 NORMS = {"norm": 16, "layers.0.k_norm": 5}
@@ -137,7 +137,7 @@ def train(world: int, first: int, last: int, load: list[Path], save: Path | None
     import deepspeed
     import torch.distributed as dist
 
-    from recipe.roles.worlds import disable_shm_all_reduce
+    from recipe.engine.worlds import disable_shm_all_reduce
 
     rank = int(os.environ["RANK"])
     disable_shm_all_reduce()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from recipe.drafter.config import FULL, SLIDING, DrafterConfig
-from recipe.export_layout import export_hf, tensor_shapes
-from recipe.export_speculators import export_speculators
+from recipe.drafter.export_layout import export_hf, tensor_shapes
+from recipe.drafter.export_speculators import export_speculators
 from tests.servers.table import TARGET
 
 VOCAB, DEPTH = 120, 12
@@ -48,6 +48,6 @@ def export(kind: str, layout: str, folder: Path) -> Path:
 
 
 def exports() -> list[tuple[str, str]]:
-    """(kind, layout) of everything that can be exported; tests/unit/test_export.py holds that the rest is refused."""
+    """(kind, layout) of everything that can be exported; test_export.py holds that the rest is refused."""
     return [(kind, layout) for kind in KINDS for layout in ("z-lab", "speculators")
             if kind != MIXED or layout == "z-lab"]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.drafter.config import SLIDING, DrafterConfig
-from recipe.export_layout import VERSIONS
+from recipe.drafter.export_layout import VERSIONS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
 ABSENT = object()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.export_layout import VERSIONS
+from recipe.drafter.export_layout import VERSIONS
 from tests.servers.drafters import drafter, export, exports
 from tests.servers.table import DOCUMENT, meant, rows, value
 

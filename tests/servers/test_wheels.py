@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from recipe.drafter.config import SLIDING
-from recipe.export import serve_commands
-from recipe.export_layout import tensor_shapes
+from recipe.drafter.export_layout import tensor_shapes
+from recipe.training.export import serve_commands
 from tests.servers.drafters import DEPTH, KINDS, MIXED, VOCAB, drafter, export, exports
 from tests.servers.table import TARGET, Row, rows
 from tests.servers.wheels import sources

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from recipe.export_layout import VERSIONS
+from recipe.drafter.export_layout import VERSIONS
 
 CACHE = Path(__file__).resolve().parents[2] / "wheels"  # git ignores it; some 280 MB
 

@@ -12,8 +12,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipe.cli import VERBS, build_parser
 from recipe.config.keys import known_keys
+from recipe.run.cli import VERBS, build_parser
 
 FROZEN = Path(__file__).with_name("options.txt")
 

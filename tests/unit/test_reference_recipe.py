@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.config import RunConfig, load_config
-from recipe.train_cli import add_arguments, run
+from recipe.run.train_cli import add_arguments, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED, BEST = (f"ds_configs/qwen3.6_27b_5t3d{suffix}.json" for suffix in ("", "_best"))

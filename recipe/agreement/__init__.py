@@ -1,0 +1,1 @@
+"""What all ranks agree on before they start, and ask each other while they run."""

@@ -1,0 +1,1 @@
+"""All that touches DeepSpeed and collectives: engines, optimizers, sharded layers, worlds."""

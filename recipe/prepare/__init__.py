@@ -1,0 +1,1 @@
+"""Conversations to tokenised rows with an exact loss mask; the target's own answers."""

@@ -1,1 +1,0 @@
-"""Everything that knows about processes: roles, the control store, per-role worlds, the watchdog, DeepSpeed."""

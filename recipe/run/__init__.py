@@ -1,0 +1,1 @@
+"""The verbs: command line, launch."""

@@ -1,1 +1,0 @@
-"""What a run tells about itself: its folder, log, metrics, status, GPU samples, W&B, report and summary table."""
