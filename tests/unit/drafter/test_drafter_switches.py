@@ -19,6 +19,7 @@ from recipe.drafter.export_layout import export_hf, load_export
 from recipe.drafter.export_speculators import export_speculators
 from recipe.drafter.init_from import load_drafter
 from recipe.drafter.model import DFlashDrafter
+from recipe.drafter.role import refuse_another_drafter
 from recipe.drafter.rotary import RotaryTables
 from recipe.errors import ConfigError
 from recipe.model_files.shapes import TargetShape
@@ -165,3 +166,15 @@ def test_a_scaled_table_travels_scaled_in_the_speculators_layout(tmp_path: Path)
     assert load_export(folder)[0] == config
     data = json.loads((export_hf(weights, config, tmp_path / "h", "float32") / "config.json").read_text())
     assert data["dflash_config"]["input_embedding_scale"] == 8.0
+
+
+def test_a_checkpoint_of_another_drafter_is_not_resumed(tmp_path: Path) -> None:
+    """Older versions read base and embedding scale of some targets differently: a resume would mix the two."""
+    config = drafter(rope_theta=1e6)
+    folder = tmp_path / "checkpoints" / "step_00000003"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    refuse_another_drafter(tmp_path, config, 3)
+    for name, value in {"rope_theta": 1e4, "input_embedding_scale": 8.0}.items():
+        with pytest.raises(ConfigError, match=rf"{name} = .*would have {value}"):
+            refuse_another_drafter(tmp_path, replace(config, **{name: value}), 3)
