@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from recipe import train_cli
+from recipe.config.load import load_config_text
 from recipe.roles import last_words, process
 from recipe.roles.farewell import Farewells
 from recipe.roles.node_watch import NodeWatch
+from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.status import StatusWriter
 
 REPORT = {"rank": 2, "role": "drafter 0, node 0", "cause": "it is gone", "code": 1}
 
@@ -289,3 +293,18 @@ def test_what_happens_to_the_command_line_is_called_so(
         for one in (caller, launcher):
             one.kill()
             one.wait()
+
+
+def test_an_earlier_launch_that_was_done_says_nothing_of_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that is killed at once ends with 0, and status.json still says DONE."""
+    run = RunDir.create(tmp_path, "r")
+    StatusWriter(run).done()
+    config = load_config_text("{}", [f"dflash.run.output_dir={tmp_path}", "dflash.run.name=r"])
+    before = train_cli._last_launch(config)
+    assert before is not None and train_cli._confirm_done(config, 0, None) == 0
+    assert train_cli._confirm_done(config, 0, before) == 1
+    assert "before the run had begun" in capsys.readouterr().err
+    StatusWriter(run).done()
+    assert train_cli._confirm_done(config, 0, before) == 0
