@@ -1,7 +1,7 @@
 """Every DeepSpeed key that a run may set, on real ranks, against float64: at 1, 2 and 4 of them, each resuming another.
 
 A key without a case here is not offered (tests/unit/config/test_config_refused.py); most cases are marked slow. One
-chain of four short runs tries a key: two steps on one rank, saved; one on two, saved; one on four, saved; then one on one.
+chain of four short runs tries a key: two steps on one rank, saved; one on two, saved; one on four, saved; one on one.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipe.drafter.role import refuse_another_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -19,7 +20,6 @@ from recipe.drafter.export_layout import export_hf, load_export
 from recipe.drafter.export_speculators import export_speculators
 from recipe.drafter.init_from import load_drafter
 from recipe.drafter.model import DFlashDrafter
-from recipe.drafter.role import refuse_another_drafter
 from recipe.drafter.rotary import RotaryTables
 from recipe.errors import ConfigError
 from recipe.model_files.shapes import TargetShape

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 
 from recipe import process
+from recipe.config.load import load_config_text
+from recipe.run import train_cli
+from recipe.tell.run_dir import RunDir
+from recipe.tell.status import StatusWriter
 from recipe.watch import last_words
 from recipe.watch.farewell import Farewells
 from recipe.watch.node_watch import NodeWatch
@@ -290,3 +294,18 @@ def test_what_happens_to_the_command_line_is_called_so(
         for one in (caller, launcher):
             one.kill()
             one.wait()
+
+
+def test_an_earlier_launch_that_was_done_says_nothing_of_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that is killed at once ends with 0, and status.json still says DONE."""
+    run = RunDir.create(tmp_path, "r")
+    StatusWriter(run).done()
+    config = load_config_text("{}", [f"dflash.run.output_dir={tmp_path}", "dflash.run.name=r"])
+    before = train_cli._last_launch(config)
+    assert before is not None and train_cli._confirm_done(config, 0, None) == 0
+    assert train_cli._confirm_done(config, 0, before) == 1
+    assert "before the run had begun" in capsys.readouterr().err
+    StatusWriter(run).done()
+    assert train_cli._confirm_done(config, 0, before) == 0
