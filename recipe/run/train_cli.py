@@ -22,7 +22,7 @@ from pathlib import Path
 from recipe.config import RunConfig, load_config
 from recipe.errors import ConfigError
 
-TRAIN_SCRIPT = Path(__file__).with_name("train.py")
+TRAIN_SCRIPT = Path(__file__).parents[1] / "train.py"
 LINGER_S = 15.0  # for a launcher and ranks whose runner was killed: the last line comes when they are gone
 
 
