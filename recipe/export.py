@@ -20,7 +20,7 @@ from recipe.errors import ConfigError
 from recipe.export_layout import Tensors, export_hf, load_export, refuse_occupied, tensor_shapes, understood
 from recipe.export_speculators import export_speculators
 from recipe.shapes import TargetShape
-from recipe.telemetry.run_dir import RunDir
+from recipe.telemetry.run_dir import RunDir, is_run
 from recipe.telemetry.status import read_status
 
 __all__ = ["add_arguments", "export_hf", "export_run", "export_speculators", "load_export", "run", "serve_commands",
@@ -126,9 +126,8 @@ def run(args: argparse.Namespace) -> int:
         hybrid, note = False, f"{target} is not on this machine; if it has recurrent layers, sglang also needs:{HYBRID}"
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
-    status = read_status(RunDir.open(args.run))
-    if status.state == "DIVERGED":
-        print(f"warning: this run has DIVERGED ({status.message})")
+    if is_run(args.run) and (status := read_status(RunDir(args.run))).state == "DIVERGED":
+        print(f"warning: this run has DIVERGED: {status.message}")
     print("serve it with:")
     for command in serve_commands(folder.resolve(), config, target, args.format, hybrid):
         print(f"  {command}")
