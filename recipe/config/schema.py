@@ -41,7 +41,8 @@ class Run(Section):
         60, description="seconds between profile lines that say which side waits; 0: off"
     )
     max_skipped_steps: NonNegative = Field(
-        5, description="non-finite steps among the last 100 that a run survives; they are skipped"
+        5,
+        description="skipped (non-finite) steps among the last 100 that a run survives; of fewer, as large a share",
     )
 
 

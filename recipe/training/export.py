@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(f"exported step {step} as {args.format} to {folder} ({size:.1f} MB, read back equal)")
     if is_run(args.run) and (status := read_status(RunDir(args.run))).state == "DIVERGED":
-        print(f"warning: this run has DIVERGED ({status.message})")
+        print(f"warning: this run has DIVERGED: {status.message}")
     print(f"serve it with (vLLM {VERSIONS['vllm']}, SGLang {VERSIONS['sglang']}; other releases: docs/servers.md):")
     for command in serve_commands(folder.resolve(), config, target, args.format, hybrid):
         print(f"  {command}")

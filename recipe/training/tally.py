@@ -13,12 +13,13 @@ from typing import Any, Literal
 WINDOW = 100  # steps over which skipped ones are counted
 
 Outcome = Literal["skipped", "rate_0", "empty", "taken"]
-"""``rate_0``: as in the first steps of a warm-up. ``empty``: nothing supervised on any rank. ``taken``: the rest."""
+"""``rate_0``: as in the first steps of a warm-up. ``empty``: no rank had anything to learn. ``taken``: the rest."""
 
 
-def outcome(skipped: bool, rate: float, weight: float) -> Outcome:
-    """Of a step made at a learning ``rate`` with the supervised ``weight`` of all ranks."""
-    return "skipped" if skipped else "rate_0" if rate == 0 else "empty" if weight == 0 else "taken"
+def outcome(skipped: bool, rate: float, weight: float, norm: float) -> Outcome:
+    """Of a step made at a learning ``rate`` with the supervised ``weight`` and the gradient ``norm`` of all ranks.
+    Without a gradient weight decay still moves weights, which is no training."""
+    return "skipped" if skipped else "rate_0" if rate == 0 else "empty" if weight == 0 or norm == 0 else "taken"
 
 
 class Tally:
@@ -71,7 +72,7 @@ class Tally:
         why = {
             "skipped": "were skipped for numbers that are not finite",
             "rate_0": "had the learning rate 0",
-            "empty": "had nothing supervised on any rank",
+            "empty": "had nothing supervised, or no gradient, on any rank",
             "taken": "changed no weight",
         }
         parts = ", ".join(f"{self.counts[kind]} {text}" for kind, text in why.items() if self.counts[kind])

@@ -158,7 +158,7 @@ class Trainer:
         facts = StepFacts(time.monotonic() - started, waited_s, totals.tokens, norm, rate, skipped)
         self.reporter.step(step, facts)
         self.reporter.count(barren=totals.barren)
-        kind, moved = outcome(skipped, rate, totals.weight), self._masters.moved()
+        kind, moved = outcome(skipped, rate, totals.weight, norm), self._masters.moved()
         of_late = self.tally.add(kind, moved)
         if skipped:
             self._name_what_is_wrong(step, of_late)

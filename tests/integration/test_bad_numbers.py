@@ -5,11 +5,13 @@ Real launches over gloo, forked: see `fork_server.py`; `poison.py` plants the nu
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from recipe.tell.run_dir import RunDir
 from recipe.tell.status import read_status
@@ -124,3 +126,20 @@ def test_rates_of_zero_in_every_step_are_said_wherever_the_run_is_called_done(pl
     (place.folder / "runs" / "rates" / "summary.json").unlink()  # as if its end had failed
     place.resume("rates", "dflash.run.max_steps=2")
     assert place.summary("rates")["warnings"] == [warning]
+
+
+def test_check_fails_on_an_embedding_row_that_no_step_may_come_to(place: Place) -> None:
+    folder = make_target(place.folder / "broken", kind="llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][1, 7] = float("nan")  # a token that the rows do not hold
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    launch = place.train("row", f"dflash.target.path={folder}", flags=("--check",), code=2)
+    assert (
+        "dflash.target.path" in launch.output
+        and "its embedding is not finite (NaN or inf) for token 1:" in launch.output
+    )
+    place.train("row", f"dflash.target.path={folder}", "dflash.run.max_steps=6")
+    assert not sum(record["skipped"] for record in place.records("row"))

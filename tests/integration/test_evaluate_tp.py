@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from recipe.run.cli import main
 from recipe.training.export import export_hf
@@ -140,3 +142,18 @@ def test_a_rank_that_is_killed_is_named(
     said = (tmp_path / "log").read_text()
     assert code == 1 and "rank 1 of the target ended with exit code -9" in said and "Traceback" not in said
     assert not (tmp_path / "out.json").exists() and not list(tmp_path.glob("dflash-evaluate-*"))
+
+
+def test_logits_that_are_not_finite_end_all_ranks_by_name(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, export, prompts = folders
+    broken = tmp_path / "broken"
+    shutil.copytree(target, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][44] = float("inf")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    out, log = tmp_path / "found.json", tmp_path / "log"
+    more = ("--tp", 2, "--json", out, "--max-new-tokens", 4)
+    assert in_a_process(arguments((broken, export, prompts), *more), log) == 1
+    said = log.read_text()
+    assert "error: prompt 1, position 1: the target's logits are not finite" in said and "Traceback" not in said
+    assert not out.exists()

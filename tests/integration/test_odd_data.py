@@ -128,3 +128,15 @@ def test_what_cannot_train_is_refused_in_one_message(place: Place, kind: str) ->
     said = place.train("refused", code=2).output
     assert "Traceback" not in said and said.count("error:") == 1
     assert not (place.folder / "runs" / "refused").exists()
+
+
+def test_rows_that_all_have_nothing_to_teach_are_refused_before_the_launch(tmp_path: Path, forks: ForkServer) -> None:
+    make_target(tmp_path / "target", kind="llama")
+    write_rows(tmp_path / "rows", [(30, [11, 13, 15, 17]), (30, [9]), (30, [])] * 6)
+    make_config(tmp_path)
+    launch = Place(tmp_path, forks).train("nothing", code=2)
+    assert (
+        "dflash.data.path" in launch.output
+        and "none of the 18 rows has two supervised tokens in a row" in launch.output
+    )
+    assert "Traceback" not in launch.output and not (tmp_path / "runs").exists()

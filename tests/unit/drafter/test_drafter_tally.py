@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -19,9 +20,10 @@ def tally(steps: str, most: int = 5) -> Tally:
 
 
 def test_what_a_step_is() -> None:
-    assert outcome(True, 1e-3, 5.0) == "skipped" and outcome(True, 0.0, 0.0) == "skipped"
-    assert outcome(False, 0.0, 5.0) == "rate_0" and outcome(False, 1e-3, 0.0) == "empty"
-    assert outcome(False, 1e-3, 1e-9) == "taken"
+    assert outcome(True, 1e-3, 5.0, math.nan) == "skipped" and outcome(True, 0.0, 0.0, math.nan) == "skipped"
+    assert outcome(False, 0.0, 5.0, 1.0) == "rate_0"
+    assert outcome(False, 1e-3, 0.0, 0.0) == "empty" and outcome(False, 1e-3, 5.0, 0.0) == "empty"
+    assert outcome(False, 1e-3, 1e-9, 1e-9) == "taken"
 
 
 def test_skips_are_bounded_in_a_row_and_scattered() -> None:
@@ -47,7 +49,7 @@ def test_skips_are_bounded_in_a_row_and_scattered() -> None:
         ("s" * 5 + "+" * 95, 5, None),
         ("+", 0, None),
         ("00sss", 1000, "nothing was trained: of 5 steps 3 were skipped for numbers that are not finite, 2 had the"),
-        ("eeee", 5, "nothing was trained: of 4 steps 4 had nothing supervised on any rank"),
+        ("eeee", 5, "nothing was trained: of 4 steps 4 had nothing supervised, or no gradient, on any rank"),
         ("00ee", 5, "2 had the learning rate 0, 2 had nothing supervised"),
         ("00uuu", 5, "2 had the learning rate 0, 3 changed no weight"),
         ("00uu+", 5, None),
