@@ -239,7 +239,7 @@ def test_every_shipped_config_is_free_of_what_looks_like_a_secret() -> None:
 # -- what no module may do -----------------------------------------------------------------
 
 #: Wall-clock times that are only shown or stored, or compared with another host's heartbeat: never a time-out.
-SHOWS_WALL_CLOCK = {"telemetry/metrics.py", "telemetry/run_dir.py", "telemetry/status.py", "telemetry/status_writer.py"}
+SHOWS_WALL_CLOCK = {"tell/metrics.py", "tell/run_dir.py", "tell/status.py", "tell/status_writer.py"}
 
 
 @functools.cache
