@@ -95,7 +95,8 @@ run_tests() {
   local pytest=("$venv/bin/python" -m pytest -m "not slow and not gpu")
   if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
   # One-process tests two at a time; those that start processes of their own one after the other, as they time them.
-  "${pytest[@]}" -n 2 --dist loadfile tests/unit tests/numerics tests/servers
+  "${pytest[@]}" -n 2 --dist loadfile --cov --cov-report= tests/unit tests/numerics tests/servers
+  echo "lines of recipe/ run by these tests, without the processes that they start: $("$venv/bin/coverage" report --format=total) %"
   exec "${pytest[@]}" --durations=15 tests/integration
 }
 
