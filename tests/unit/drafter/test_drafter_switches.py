@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe.drafter.role import refuse_another_drafter
+from recipe.training.role import refuse_another_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
