@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from recipe.training.role import refuse_another_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -23,6 +22,7 @@ from recipe.drafter.model import DFlashDrafter
 from recipe.drafter.rotary import RotaryTables
 from recipe.errors import ConfigError
 from recipe.model_files.shapes import TargetShape
+from recipe.training.role import refuse_another_drafter
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 9, "num_attention_heads": 4, "vocab_size": 100,
